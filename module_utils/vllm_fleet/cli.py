@@ -1,0 +1,55 @@
+"""The program ``vllm-fleet``: one line a command, each loaded only when it is the one that was asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Dict, List, Optional, Tuple
+
+from .errors import FleetError
+
+#: command -> (module under ``commands``, help line)
+COMMANDS: Dict[str, Tuple[str, str]] = {
+    "topology": ("topology", "decide which GPUs a lane gets, in which order, and which links it may trust"),
+    "p2p-check": ("p2p_check", "prove the links between GPUs with real transfers and store the verdict"),
+    "probe": ("probe", "run one small computation on each GPU under a timeout"),
+    "checkpoint": ("checkpoint", "check that a checkpoint is complete, by its index, sizes and manifest"),
+    "checkpoint-config": ("checkpoint_config", "set one key in a checkpoint's JSON file and nothing else"),
+    "products": ("products", "record or verify the build products of an engine tree"),
+    "preflight": ("preflight", "run every check of a lane and give one verdict"),
+    "doctor": ("doctor", "the preflight as a table for a person, with the fix for each finding"),
+    "start-check": ("start_check", "what the unit runs before the engine: preflight, decision, runtime environment"),
+    "render": ("render", "print a lane's command line and environment"),
+    "lint-args": ("lint_args", "say which engine arguments a given engine version does not know"),
+    "import-env": ("import_env", "turn the .env of a start script into host variables"),
+}
+
+
+def build_parser(command: Optional[str]) -> argparse.ArgumentParser:
+    """Return the parser, with the arguments of ``command`` only (the others stay unloaded)."""
+    parser = argparse.ArgumentParser(prog="vllm-fleet", description="Verified vLLM serving on a GPU box.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, help_line) in COMMANDS.items():
+        sub = commands.add_parser(name, help=help_line, description=help_line)
+        if name == command:
+            loaded = importlib.import_module(f".commands.{module}", __package__)
+            loaded.add_arguments(sub)
+            sub.set_defaults(run=loaded.run)
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run one command; errors become one line on stderr and an exit status, never a traceback."""
+    arguments = sys.argv[1:] if argv is None else argv
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    args = build_parser(command).parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except FleetError as error:
+        print(f"vllm-fleet {args.command}: {error.one_line()}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 2
