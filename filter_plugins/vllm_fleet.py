@@ -1,0 +1,60 @@
+"""Filters that turn an inventory's lanes into what the boxes get. They run on the controller only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+from ansible.errors import AnsibleFilterError
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
+if _PACKAGE not in sys.path:
+    sys.path.insert(0, _PACKAGE)
+
+from vllm_fleet import catalog, profile, render, systemd  # noqa: E402
+from vllm_fleet.errors import FleetError  # noqa: E402
+
+
+def _plain(value: Any) -> Any:
+    """Return Ansible's tagged containers and texts as plain Python, so that JSON and comparisons see no wrappers."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Show the project's own errors as one line instead of a traceback."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*[_plain(item) for item in args], **{key: _plain(item) for key, item in kwargs.items()})
+        except FleetError as error:
+            raise AnsibleFilterError(error.one_line()) from None
+
+    return wrapped
+
+
+def resolve_lanes(lanes: Any, catalog_dir: str, defaults: Any = None) -> List[Dict[str, Any]]:
+    """Return every lane resolved, with ``rendered`` (argv and environment) and ``unit`` (the quoted lines) in each."""
+    resolved = profile.resolve_all(lanes, catalog.load(catalog_dir), defaults)
+    return [{**lane, "rendered": render.render(lane), "unit": render.unit(lane)} for lane in resolved]
+
+
+class FilterModule:
+    """Ansible's entry point."""
+
+    def filters(self) -> Dict[str, Callable[..., Any]]:
+        """Return the filters by name."""
+        return {
+            "vllm_fleet_resolve_lanes": _readable(resolve_lanes),
+            "systemd_exec_line": _readable(systemd.exec_line),
+            "systemd_env_value": _readable(lambda value, name: systemd.environment_value(name, str(value))),
+        }

@@ -1,0 +1,111 @@
+"""Reads the catalog's YAML on the controller; the boxes get JSON and need no YAML library."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Dict
+
+from .errors import UsageError
+from .profile import Catalog
+from .profile_schema import check_engine, check_profile
+
+#: numbers of YAML 1.1 that mean something else than they look like: octal, binary, sexagesimal, with underscores
+_ODD_NUMBER = re.compile(
+    r"[-+]?(0[0-9_]+|0[box][0-9a-fA-F_]+|[0-9]+(:[0-9]+)+(\.[0-9_]*)?|[0-9][0-9]*_[0-9_.]*)", re.ASCII
+)
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise UsageError(
+            "yaml_missing",
+            "the catalog is YAML, and this Python has no PyYAML.",
+            "pip install pyyaml (controller only).",
+        ) from None
+    return yaml
+
+
+def read_text(path: str, what: str) -> str:
+    """Return a file's text.
+
+    :raises UsageError: ``unreadable_file``, also for text that is not UTF-8.
+    """
+    try:
+        with open(path, "rb") as handle:
+            return handle.read().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError("unreadable_file", f"cannot read the {what} {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UsageError("unreadable_file", f"the {what} {path} is not UTF-8 text.") from None
+
+
+def parse_yaml(text: str, source: str, as_written: bool = False) -> Any:
+    """Parse one YAML document without surprises: duplicate keys and ambiguous numbers are refused.
+
+    :param as_written: make every scalar the text that stands in the file (``010``, ``true``, an empty one).
+    :raises UsageError: ``bad_yaml`` with the place.
+    """
+    yaml = _yaml()
+    # both bases construct plain data only
+    loader_class: Any = type("Loader", (yaml.BaseLoader if as_written else yaml.SafeLoader,), {})
+
+    def refuse(problem: str, node: Any) -> Exception:
+        error: Exception = yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return error
+
+    def mapping(loader: Any, node: Any) -> Dict[Any, Any]:
+        if not as_written:
+            loader.flatten_mapping(node)
+        result: Dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = loader.construct_object(key_node, deep=True)
+            try:
+                seen = key in result
+            except TypeError:
+                raise refuse("a key is not plain text", key_node) from None
+            if seen:
+                raise refuse(f"the key {key!r} stands twice", key_node)
+            result[key] = loader.construct_object(value_node, deep=True)
+        return result
+
+    def number(loader: Any, node: Any) -> Any:
+        if _ODD_NUMBER.fullmatch(node.value):
+            raise refuse(f"the number {node.value} is ambiguous; write it in decimal or in quotes", node)
+        kind = node.tag.rsplit(":", 1)[-1]
+        return getattr(loader, f"construct_yaml_{kind}")(node)
+
+    loader_class.add_constructor("tag:yaml.org,2002:map", mapping)
+    if not as_written:
+        loader_class.add_constructor("tag:yaml.org,2002:int", number)
+        loader_class.add_constructor("tag:yaml.org,2002:float", number)
+        loader_class.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
+    try:
+        return yaml.load(text, Loader=loader_class)
+    except yaml.YAMLError as error:
+        raise UsageError("bad_yaml", f"{source}: {' '.join(str(error).split())}.") from None
+    except RecursionError:
+        raise UsageError("bad_yaml", f"{source}: nested too deeply.") from None
+
+
+def load(directory: str) -> Catalog:
+    """Read and validate every engine and profile below ``directory``.
+
+    :raises UsageError: ``unreadable_file``, ``bad_yaml``, ``bad_schema`` or ``unknown_key``, naming file and key.
+    """
+    found: Dict[str, Dict[str, Dict[str, Any]]] = {"engines": {}, "profiles": {}}
+    for kind, check in (("engines", check_engine), ("profiles", check_profile)):
+        folder = Path(directory, kind)
+        try:
+            files = sorted(file for file in folder.iterdir() if file.suffix == ".yml" and file.name[0] != ".")
+        except OSError as error:
+            raise UsageError("unreadable_file", f"cannot list the catalog folder {folder}: {error.strerror}.") from None
+        for file in files:
+            source = f"{kind}/{file.name}"
+            data = check(parse_yaml(read_text(str(file), "catalog file"), source), source)
+            if data["id"] != file.stem:
+                raise UsageError("bad_schema", f"{source}: id: found {data['id']!r}, allowed: the file's name.")
+            found[kind][data["id"]] = data
+    return Catalog(found["profiles"], found["engines"])

@@ -1,0 +1,538 @@
+"""From an inventory's lane and the catalog to the one description that everything else works with: ``lane.json``.
+
+Pure: data in, data out. The catalog's files are read by :mod:`.catalog`, the platform's own format by
+:mod:`.platform_format`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+
+from .errors import UsageError
+from .profile_schema import LANE_KEYS, POLICY_DEFAULTS, READINESS_DEFAULTS, check_knob
+from .schema import Where, unknown
+
+ENGINES_ROOT = "/opt/vllm-fleet/engines"
+STATE_ROOT = "/var/lib/vllm-fleet"
+LOG_ROOT = "/var/log/vllm-fleet"
+
+#: short names of flags and the long ones that vLLM itself gives them
+ALIASES = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-asc": "--api-server-count",
+}
+
+#: variables that a GPU decision owns; a lane's own values for them are the caller's wish, and the decision judges it
+TOPOLOGY_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "VLLM_SKIP_P2P_CHECK",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+)
+
+#: flags that a lane's own keys set, and the key
+_RESERVED = {
+    "--host": "host",
+    "--port": "port",
+    "--served-model-name": "served_names",
+    "--model": "checkpoint",
+    "--api-key": "api_key_file",
+}
+
+_REFERENCE = re.compile(r"\$\{([a-z][a-z0-9_]*)\}", re.ASCII)
+_NEGATIVE_NUMBER = re.compile(r"-[0-9.]", re.ASCII)
+
+Group = List[str]  #: one flag with its words
+
+
+class Catalog:
+    """The validated catalog: profiles and engines by their id."""
+
+    def __init__(self, profiles: Mapping[str, Dict[str, Any]], engines: Mapping[str, Dict[str, Any]]) -> None:
+        self.profiles = dict(profiles)
+        self.engines = dict(engines)
+
+    def profile(self, name: str) -> Dict[str, Any]:
+        """Return a profile.
+
+        :raises UsageError: ``unknown_key`` with the closest name.
+        """
+        if name not in self.profiles:
+            raise unknown(Where("catalog", "profiles"), name, self.profiles)
+        return self.profiles[name]
+
+    def engine(self, name: str) -> Dict[str, Any]:
+        """Return an engine.
+
+        :raises UsageError: ``unknown_key`` with the closest name.
+        """
+        if name not in self.engines:
+            raise unknown(Where("catalog", "engines"), name, self.engines)
+        return self.engines[name]
+
+
+def canonical_flag(word: str) -> str:
+    """Return the flag of an argument as vLLM compares it: ``--a_b=c`` is ``--a-b``, ``-tp`` its long name."""
+    flag = word.split("=", 1)[0]
+    if flag.startswith("--"):
+        head, dot, tail = flag.partition(".")
+        return head.replace("_", "-") + dot + tail
+    return ALIASES.get(flag, flag)
+
+
+def is_flag(word: str) -> bool:
+    """Return whether a word begins a new argument; ``-1`` and a lone ``-`` are values."""
+    return len(word) > 1 and word.startswith("-") and not _NEGATIVE_NUMBER.match(word)
+
+
+def group_words(words: Iterable[str]) -> List[Group]:
+    """Split a list of words into flags with the words that follow each; joining the groups gives the list back."""
+    groups: List[Group] = []
+    for word in words:
+        if is_flag(word) or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups
+
+
+def to_text(value: Any) -> str:
+    """Return a scalar as the text that a process gets: ``true``, ``1``, ``0.96``."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def fill(value: Any, variables: Mapping[str, Any], where: Where) -> Any:
+    """Replace ``${name}`` in texts, also inside lists and mappings; a text that is one reference takes its type.
+
+    :raises UsageError: ``unknown_key`` for a name that is not defined.
+    """
+    if isinstance(value, Mapping):
+        return {key: fill(item, variables, where.at(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [fill(item, variables, where.at(index)) for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def lookup(match: Any) -> Any:
+        if match.group(1) not in variables:
+            raise unknown(where, match.group(1), variables)
+        return variables[match.group(1)]
+
+    whole = _REFERENCE.fullmatch(value)
+    if whole:
+        return lookup(whole)
+    return _REFERENCE.sub(lambda match: to_text(lookup(match)), value)
+
+
+def cudagraph_sizes(max_seqs: int, draft_tokens: int) -> List[int]:
+    """Return the batch sizes to capture: small ones, then every width of ``max_seqs`` requests with their drafts.
+
+    A decode step of one request is ``draft_tokens + 1`` tokens wide, and a batch above the largest captured size
+    runs without a graph.
+    """
+    step = draft_tokens + 1
+    return [1, 2, 4] + [size for size in range(step, max_seqs * step + 1, step) if size > 4]
+
+
+def _shape_notes(shape: Mapping[str, int], max_seqs: int, sizes: Sequence[int]) -> List[str]:
+    notes = []
+    wanted = max_seqs * shape["context_tokens"]
+    if wanted > shape["pool_tokens"]:
+        notes.append(
+            f"{max_seqs} requests of the full {shape['context_tokens']} tokens want {wanted} tokens of KV cache; the "
+            f"pool holds {shape['pool_tokens']}, so requests of full length preempt each other."
+        )
+    graphs = 2 + max_seqs
+    if graphs > 8:
+        notes.append(
+            f"{graphs} CUDA graphs for {max_seqs} requests (up to {sizes[-1]} tokens): capture time and graph memory "
+            "grow with their number."
+        )
+    return notes
+
+
+def argument_group(flag: str, value: Any, spaced: bool = False) -> Group:
+    """Return the words of one argument: ``true`` is a bare flag, a list several words, a mapping JSON."""
+    if value is True:
+        return [flag]
+    if isinstance(value, Mapping):
+        separators = (", ", ": ") if spaced else (",", ":")
+        return [flag, json.dumps(value, separators=separators, ensure_ascii=False)]
+    if isinstance(value, list):
+        return [flag, *(to_text(item) for item in value)]
+    return [flag, to_text(value)]
+
+
+def _override(groups: List[Group], flag: str, group: Optional[Group]) -> List[Group]:
+    """Replace every argument of this flag by ``group`` where the first one stood; None removes, a new one is appended.
+
+    ``--no-x`` and ``--x`` are one switch, so that turning a profile's switch the other way leaves only one of them.
+    """
+
+    def switch(name: str) -> str:
+        name = canonical_flag(name)
+        return "--" + name[len("--no-") :] if name.startswith("--no-") else name
+
+    result: List[Group] = []
+    placed = False
+    for old in groups:
+        if switch(old[0]) != switch(flag):
+            result.append(old)
+        elif group is not None and not placed:
+            result.append(group)
+            placed = True
+    if group is not None and not placed:
+        result.append(group)
+    return result
+
+
+def engine_paths(engine: Mapping[str, Any], engines_root: str = ENGINES_ROOT) -> Dict[str, Any]:
+    """Return where an engine lives on a box: the ``engine`` part of ``lane.json``."""
+    root = engine.get("root") or f"{engines_root}/{engine['id']}"
+    places = {"root": root}
+    venv = fill(engine.get("venv", "${root}/venv"), places, Where(engine["id"], "venv"))
+    places["venv"] = venv
+    library = f"{venv}/lib/python{engine['python_version']}/site-packages"
+    tree = engine.get("tree", "${root}/tree" if engine["route"] == "git" else None)
+    places["site_packages"] = fill(engine.get("site_packages", library), places, Where(engine["id"], "site_packages"))
+    return {
+        "id": engine["id"],
+        "version": engine["version"],
+        "route": engine["route"],
+        "accelerator": engine["accelerator"],
+        "root": root,
+        "venv": venv,
+        "python": fill(engine.get("python", "${venv}/bin/python"), places, Where(engine["id"], "python")),
+        "tree": fill(tree, places, Where(engine["id"], "tree")),
+        "site_packages": places["site_packages"],
+        "products": engine["products"],
+        "cuda_home": fill(engine.get("cuda_home"), places, Where(engine["id"], "cuda_home")),
+    }
+
+
+def _check_lane(lane: Any, profile: Mapping[str, Any], where: Where) -> Tuple[Dict[str, Any], Dict[str, str]]:
+    """Split a lane into its own keys and its profile's knobs, both validated."""
+    checked: Dict[str, Any] = {}
+    knobs: Dict[str, str] = {}
+    for key, value in lane.items():
+        if key in LANE_KEYS:
+            checked[key] = LANE_KEYS[key].check(value, where.at(key))
+        elif key in profile["knobs"]:
+            if value is not None:
+                knobs[key] = check_knob(profile["knobs"][key], value, where.at(key))
+        else:
+            raise unknown(where, key, [*LANE_KEYS, *profile["knobs"]])
+    return checked, knobs
+
+
+def lane_place(lane: Any) -> Where:
+    """Return the place of a lane in the inventory, by its name where it has one.
+
+    :raises UsageError: ``bad_schema`` when the lane is no mapping.
+    """
+    if not isinstance(lane, Mapping):
+        raise Where("vllm_lanes").error(lane, "a mapping with at least name, profile and checkpoint")
+    return Where(f"lane {lane.get('name', '?')}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_bind(lane: Mapping[str, Any], host: str, where: Where) -> None:
+    if _is_loopback(host) or lane.get("api_key_file") or lane.get("allow_open_bind"):
+        return
+    raise UsageError(
+        "open_bind",
+        f"{where}: host {host} is reachable by others and there is no API key.",
+        "Set api_key_file, bind to 127.0.0.1, or say allow_open_bind: true.",
+    )
+
+
+def _check_reserved(words: Iterable[str], where: Where) -> None:
+    for word in words:
+        key = _RESERVED.get(canonical_flag(word))
+        if key and is_flag(word):
+            raise UsageError(
+                "reserved_flag",
+                f"{where}: {canonical_flag(word)} is set by the lane's key {key}.",
+                f"Set {key} instead.",
+            )
+
+
+def _policy(profile: Mapping[str, Any], lane: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the complete topology policy; a lane that names a topology or GPUs owns GPUs."""
+    given = dict(lane.get("topology", {}))
+    if lane.get("gpus") is not None:
+        given["gpus"] = lane["gpus"]
+    policy: Dict[str, Any] = json.loads(json.dumps({**POLICY_DEFAULTS, **profile["topology"], **given}))
+    if given:
+        policy["enabled"] = given.get("enabled", True)
+    return policy
+
+
+def _path_value(directories: Sequence[str], tail: str) -> str:
+    return ":".join([*directories, tail] if tail else directories)
+
+
+#: what systemd gives a system service when nobody says otherwise (systemd.exec(5))
+BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _environment(
+    profile: Mapping[str, Any], engine: Mapping[str, Any], lane: Mapping[str, Any], variables: Mapping[str, Any]
+) -> Dict[str, str]:
+    """Return the environment: the engine's, then the profile's, then the lane's; null takes a variable out."""
+    env: Dict[str, str] = {}
+
+    def add(name: str, value: Any) -> None:
+        if value is None:
+            env.pop(name, None)
+        elif isinstance(value, list):
+            env[name] = ",".join(to_text(item) for item in value)
+        else:
+            env[name] = to_text(value)
+
+    at_engine, at_profile = Where(f"engine {engine['id']}"), Where(f"profile {profile['id']}")
+    paths = {"PATH": [], **engine["paths"]}
+    for name, directories in paths.items():
+        add(name, _path_value(fill(directories, variables, at_engine.at(name)), BASE_PATH if name == "PATH" else ""))
+    if variables.get("cuda_home"):
+        add("CUDA_HOME", variables["cuda_home"])
+    for name, value in engine["env"].items():
+        add(name, fill(value, variables, at_engine.at("env").at(name)))
+    for name, value in profile["env"].items():
+        add(name, fill(value, variables, at_profile.at("env").at(name)))
+    for rule in profile["when"]:
+        if to_text(variables[rule["knob"]]) == to_text(rule["equals"]):
+            for name, value in rule["env"].items():
+                add(name, fill(value, variables, at_profile.at("when").at(name)))
+    for name, value in lane.get("env", {}).items():
+        add(name, value)
+    return env
+
+
+def _check_environment(env: Mapping[str, str], where: Where) -> None:
+    if "VLLM_API_KEY" in env:
+        raise UsageError(
+            "secret_in_environment",
+            f"{where}: VLLM_API_KEY would stand readable in the unit.",
+            "Put the key into a file and name it with api_key_file.",
+        )
+
+
+def _check_parallel(policy: Mapping[str, Any], groups: Sequence[Group], where: Where) -> None:
+    """Refuse a command line whose parallel sizes are not those of the GPU decision."""
+    for flag, key in (("--tensor-parallel-size", "tensor_parallel"), ("--pipeline-parallel-size", "pipeline_parallel")):
+        found = argument_value(groups, flag)
+        if (found or "1") != str(policy[key]):
+            raise UsageError(
+                "parallel_mismatch",
+                f"{where}: the arguments say {flag} {found or '1 (the default)'}, the topology {key} {policy[key]}.",
+                f"Set topology.{key}, and leave {flag} to the profile.",
+            )
+
+
+def argument_value(groups: Sequence[Group], flag: str) -> Optional[str]:
+    """Return the value that the engine takes for a flag (the last one wins), None without it."""
+    value = None
+    for group in groups:
+        if canonical_flag(group[0]) == flag:
+            value = group[0].split("=", 1)[1] if "=" in group[0] else " ".join(group[1:])
+    return value
+
+
+def resolve(
+    lane: Mapping[str, Any],
+    catalog: Catalog,
+    defaults: Optional[Mapping[str, Any]] = None,
+    platform_profile: Optional[Mapping[str, Any]] = None,
+) -> Dict[str, Any]:
+    """Return the complete description of a lane, ready for the box.
+
+    :param lane: one entry of ``vllm_lanes``.
+    :param defaults: ``engines_root``, ``log_root``, ``profile``, ``checkpoint``: what a lane leaves out.
+    :param platform_profile: takes the place of the catalog's profile, see :mod:`.platform_format`.
+    :raises UsageError: ``unknown_key``, ``bad_schema``, ``open_bind``, ``reserved_flag``, ``parallel_mismatch``,
+        ``secret_in_environment`` or ``batch_below_sequences``; the message names the lane, the key and what is allowed.
+    """
+    where = lane_place(lane)
+    known = dict(defaults or {})
+    name = LANE_KEYS["name"].check(lane.get("name"), where.at("name"))
+    if platform_profile is None:
+        wanted = lane.get("profile", known.get("profile"))
+        profile = catalog.profile(LANE_KEYS["profile"].check(wanted, where.at("profile")))
+    else:
+        profile = dict(platform_profile)
+    own, knobs = _check_lane(lane, profile, where)
+    engine = catalog.engine(own.get("engine", profile["engine"]))
+    if engine["accelerator"] != profile["accelerator"]:
+        raise UsageError(
+            "accelerator_mismatch",
+            f"{where}: profile {profile['id']} is for {profile['accelerator']}, engine {engine['id']} for "
+            f"{engine['accelerator']}.",
+        )
+    paths = engine_paths(engine, known.get("engines_root", ENGINES_ROOT))
+    checkpoint = own.get("checkpoint") or profile["checkpoint"]["path"] or known.get("checkpoint")
+    if not checkpoint:
+        raise UsageError("bad_schema", f"{where}: found no key 'checkpoint', the directory of the model.")
+    policy = _policy(profile, own)
+
+    variables: Dict[str, Any] = {key: value for key, value in paths.items() if value is not None}
+    if own.get("cuda_home"):
+        variables["cuda_home"] = paths["cuda_home"] = own["cuda_home"]
+    variables.update(
+        checkpoint=checkpoint,
+        tensor_parallel=policy["tensor_parallel"],
+        pipeline_parallel=policy["pipeline_parallel"],
+        layer_partition=policy["layer_partition"],
+    )
+    at_profile = Where(f"profile {profile['id']}")
+    for key, spec in profile["knobs"].items():
+        value = knobs[key] if key in knobs else fill(spec["default"], variables, at_profile.at("knobs").at(key))
+        variables[key] = None if value is None else to_text(value)
+    notes = list(profile["notes"])
+    if profile["shape"]:
+        sizes = cudagraph_sizes(int(variables["max_seqs"]), profile["shape"]["draft_tokens"])
+        variables["cudagraph_sizes"] = sizes
+        notes += _shape_notes(profile["shape"], int(variables["max_seqs"]), sizes)
+
+    groups, host, port, names = _arguments(profile, own, variables, where)
+    _check_bind(own, host, where)
+    if policy["enabled"] and profile["accelerator"] != "cpu":
+        _check_parallel(policy, groups, where)
+    _check_batch(groups, where)
+    env = _environment(profile, engine, own, variables)
+    _check_environment(env, where)
+    if policy["enabled"]:
+        caller = {key: env.pop(key) for key in TOPOLOGY_VARIABLES if key in env}
+        policy["caller_env"] = {**caller, **policy["caller_env"]}
+
+    sidecars = own.get("sidecars", profile["checkpoint"]["sidecars"])
+    return {
+        "schema": 1,
+        "lane": name,
+        "profile": profile["id"],
+        "engine": paths,
+        "entry": [to_text(word) for word in fill(profile["entry"], variables, at_profile.at("entry"))],
+        "checkpoint": {
+            "path": checkpoint,
+            "patch": profile["checkpoint"]["patch"],
+            "sidecars": [
+                {"path": fill(item["path"], variables, at_profile), "sha256": item.get("sha256")} for item in sidecars
+            ],
+            "manifest": own.get("manifest", fill(profile["checkpoint"]["manifest"], variables, at_profile)),
+        },
+        "served_names": names,
+        "host": host,
+        "port": port,
+        "api_key_file": own.get("api_key_file"),
+        "args": groups,
+        "env": env,
+        "clear": [*profile["clear"], *own.get("clear", [])],
+        "policy": policy,
+        "needs": {**profile["needs"], **own.get("needs", {})},
+        "checks": {**profile["checks"], **own.get("checks", {})},
+        "readiness": {**READINESS_DEFAULTS, **profile["readiness"], **own.get("readiness", {})},
+        "cache_root": own.get("cache_root"),
+        "topology_timeout_s": own.get("topology_timeout_s", 20),
+        "log": own.get("log", f"{known.get('log_root', LOG_ROOT)}/{name}.log"),
+        "workdir": f"{STATE_ROOT}/lanes/{name}",
+        "notes": notes,
+    }
+
+
+def _arguments(
+    profile: Mapping[str, Any], lane: Mapping[str, Any], variables: Mapping[str, Any], where: Where
+) -> Tuple[List[Group], str, int, List[str]]:
+    """Return the final arguments after the entry, and what they bind and serve: ``(groups, host, port, names)``."""
+    overrides = lane.get("args", {})
+    extra = [to_text(word) for word in lane.get("extra_args", [])]
+    _check_reserved([*overrides, *extra], where.at("args"))
+    own_keys = {
+        "--served-model-name": lane.get("served_names"),
+        "--host": lane.get("host"),
+        "--port": lane.get("port"),
+    }
+    if "groups" in profile:  # the platform's format: everything stays where it was written
+        groups = [list(group) for group in profile["groups"]]
+        if lane.get("checkpoint"):
+            groups = _override(groups, "--model", ["--model", lane["checkpoint"]])
+        for flag, default in (("--host", "127.0.0.1"), ("--port", "8000")):
+            if argument_value(groups, flag) is None and own_keys[flag] is None:
+                own_keys[flag] = default
+        for flag, value in own_keys.items():
+            if value is not None:
+                groups = _override(groups, flag, argument_group(flag, value))
+    else:
+        at_args = Where(f"profile {profile['id']}", "args")
+        groups = [
+            argument_group("--served-model-name", own_keys["--served-model-name"] or profile["served_names"]),
+            argument_group("--host", own_keys["--host"] or "127.0.0.1"),
+            argument_group("--port", own_keys["--port"] or 8000),
+        ]
+        for flag, value in fill(profile["args"], variables, at_args).items():
+            if value is not None:
+                groups.append(argument_group(flag, value, flag in profile["json_with_spaces"]))
+    for flag, value in overrides.items():
+        spaced = flag in profile["json_with_spaces"]
+        groups = _override(groups, flag, None if value is None else argument_group(flag, value, spaced))
+    groups += group_words(extra)
+    names = next((group[1:] for group in groups if canonical_flag(group[0]) == "--served-model-name"), None)
+    host = argument_value(groups, "--host") or ""
+    port = LANE_KEYS["port"].check(argument_value(groups, "--port"), where.at("port"))
+    return groups, host, port, names or [str(variables["checkpoint"])]
+
+
+def _check_batch(groups: Sequence[Group], where: Where) -> None:
+    """Refuse a prefill chunk smaller than the number of sequences, as vLLM's scheduler does."""
+    sequences = argument_value(groups, "--max-num-seqs")
+    tokens = argument_value(groups, "--max-num-batched-tokens")
+    if sequences and tokens and sequences.isdigit() and tokens.isdigit() and int(tokens) < int(sequences):
+        raise UsageError(
+            "batch_below_sequences",
+            f"{where}: --max-num-batched-tokens {tokens} is below --max-num-seqs {sequences}; a step takes at "
+            "least one token of each sequence.",
+        )
+
+
+def resolve_all(
+    lanes: Any, catalog: Catalog, defaults: Optional[Mapping[str, Any]] = None, platform: Any = None
+) -> List[Dict[str, Any]]:
+    """Resolve every lane of a box, and tell each which GPUs are named by the others.
+
+    :param platform: ``platform(lane) -> profile or None``, the adapter for lanes with a ``profile_source``.
+    :raises UsageError: as :func:`resolve`; ``duplicate_lane``, ``duplicate_port`` or ``gpu_named_twice``.
+    """
+    if not isinstance(lanes, (list, tuple)):
+        raise Where("vllm_lanes").error(lanes, "a list of lanes")
+    resolved = [resolve(lane, catalog, defaults, platform(lane) if platform else None) for lane in lanes]
+    for key, reason in (("lane", "duplicate_lane"), ("port", "duplicate_port")):
+        seen: Dict[Any, str] = {}
+        for lane in resolved:
+            if lane[key] in seen:
+                raise UsageError(reason, f"lanes {seen[lane[key]]} and {lane['lane']} both have the {key} {lane[key]}.")
+            seen[lane[key]] = lane["lane"]
+    for lane in resolved:
+        others = [other for other in resolved if other is not lane and other["policy"]["enabled"]]
+        theirs = {gpu: other["lane"] for other in others for gpu in other["policy"]["gpus"] or []}
+        for gpu in lane["policy"]["gpus"] or []:
+            if gpu in theirs:
+                raise UsageError("gpu_named_twice", f"lanes {lane['lane']} and {theirs[gpu]} both name the GPU {gpu}.")
+        listed = lane["policy"]["exclude"]
+        lane["policy"]["exclude"] = listed + [gpu for gpu in theirs if gpu not in listed]
+    return resolved

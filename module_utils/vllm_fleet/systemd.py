@@ -1,0 +1,96 @@
+"""Quoting for systemd units, so that a process receives exactly the words and values that were meant.
+
+The rules are those of systemd.syntax(7) (quoting, C-style escapes), systemd.service(5) (command lines: ``$`` and a
+lone ``;``), systemd.exec(5) (``Environment=``) and systemd.unit(5) (``%`` specifiers).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Iterable, List, Mapping, Sequence
+
+from .errors import UsageError
+
+#: what systemd accepts as the name of a variable
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+#: systemd splits a command line before it unquotes it, and searches a program only in its own fixed path
+_PROGRAM = re.compile(r"/[A-Za-z0-9._+/@-]*", re.ASCII)
+
+_NAMED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def _quoted(text: str, what: str) -> str:
+    """Return ``text`` in double quotes, escapes and specifiers neutralised."""
+    if "\0" in text:
+        raise UsageError("bad_character", f"{what} holds a NUL, which no process can receive.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("bad_character", f"{what} is not valid UTF-8 text, which systemd refuses.") from None
+    pieces = []
+    for character in text:
+        if character in _NAMED:
+            pieces.append(_NAMED[character])
+        elif character < " " or character == "\x7f":
+            pieces.append(f"\\x{ord(character):02x}")
+        else:
+            pieces.append(character)
+    return '"' + "".join(pieces).replace("%", "%%") + '"'
+
+
+def exec_word(word: str) -> str:
+    """Return one argument of ``ExecStart=``: quoted, with ``$`` doubled against variable expansion.
+
+    :raises UsageError: ``bad_character`` for NUL or text that is not UTF-8.
+    """
+    return _quoted(word, "the argument").replace("$", "$$")
+
+
+def exec_line(argv: Sequence[str], executable: str = "") -> str:
+    """Return the value of ``ExecStart=`` that runs ``argv``.
+
+    :param executable: absolute path of the program when ``argv[0]`` is not one; the process still sees ``argv[0]``.
+    :raises UsageError: ``bad_program`` when there is no absolute path in a plain grammar (systemd expands neither
+        variables nor escapes reliably there), ``bad_character`` for an argument that cannot be passed.
+    """
+    if not argv:
+        raise UsageError("bad_program", "the command line is empty.")
+    program = executable or argv[0]
+    if not _PROGRAM.fullmatch(program):
+        raise UsageError(
+            "bad_program",
+            f"the program {program!r} is not an absolute path of letters, digits and ._+/@-.",
+            "Install the engine below a path with such a name.",
+        )
+    words = [exec_word(word) for word in argv[1:]]
+    head = [program] if program == argv[0] else ["@" + program, exec_word(argv[0])]
+    return " ".join(head + words)
+
+
+def environment_value(name: str, value: str) -> str:
+    """Return the value of one ``Environment=`` line, for example ``"NAME=value"``.
+
+    :raises UsageError: ``bad_variable_name``, or ``bad_character`` for control characters other than tab and newline
+        (systemd drops such an assignment with no more than a warning).
+    """
+    if not ENV_NAME.fullmatch(name):
+        raise UsageError("bad_variable_name", f"{name!r} is no name of a variable: letters, digits and _ are allowed.")
+    bad = [character for character in value if (character < " " and character not in "\t\n") or character == "\x7f"]
+    if bad:
+        raise UsageError("bad_character", f"the value of {name} holds the control character {bad[0]!r}.")
+    return _quoted(f"{name}={value}", f"the value of {name}")
+
+
+def environment_lines(env: Mapping[str, str]) -> List[str]:
+    """Return one ``Environment=`` line for each variable, in order."""
+    return [f"Environment={environment_value(name, value)}" for name, value in env.items()]
+
+
+def unset_names(names: Iterable[str], env: Mapping[str, str]) -> List[str]:
+    """Return what ``UnsetEnvironment=`` should list.
+
+    systemd knows no patterns there and applies it last, so names that the lane sets are left out, and patterns
+    too: a system unit inherits nothing but the manager's own environment.
+    """
+    return [name for name in names if ENV_NAME.fullmatch(name) and name not in env]
