@@ -7,9 +7,9 @@ Each value is read on its own: what a card or a driver does not answer is ``None
 from __future__ import annotations
 
 import ctypes
-import glob
 import os
 import re
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 MIB = 1 << 20
@@ -135,8 +135,8 @@ def _library_paths() -> List[str]:
             paths = [line.split(None, 5)[5].strip() for line in handle if "libnvidia-ml.so" in line]
     except OSError:
         pass
-    for pattern in ("/usr/lib/*/libnvidia-ml.so.1", "/usr/lib64/libnvidia-ml.so.1", "/usr/lib/libnvidia-ml.so.1"):
-        paths.extend(sorted(glob.glob(pattern)))
+    for pattern in ("lib/*/libnvidia-ml.so.1", "lib64/libnvidia-ml.so.1", "lib/libnvidia-ml.so.1"):
+        paths.extend(str(path) for path in sorted(Path("/usr").glob(pattern)))
     return paths
 
 
@@ -152,7 +152,9 @@ def read(nvml: Any = None) -> Dict[str, Any]:
     outcome: Dict[str, Any] = {"status": "ok", "message": "", "driver": driver, "gpus": None, "pairs": [], "cards": []}
     if nvml is None:
         try:
-            import pynvml as nvml
+            import pynvml
+
+            nvml = pynvml
         except ImportError as error:
             outcome.update(status="pynvml_missing", message=str(error))
             driver["userland"] = library_version()
@@ -386,4 +388,3 @@ def _lanes(one: _Card, other: _Card, i: int, j: int, links: Sequence[_Links]) ->
     if untold and _p2p(one, other, _P2P_NVLINK) == "ok":
         return direct + untold
     return direct
-
