@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import catalog, profile, render, systemd  # noqa: E402
+from vllm_fleet import catalog, engines, profile, render, systemd  # noqa: E402
 from vllm_fleet.errors import FleetError  # noqa: E402
 
 
@@ -43,9 +43,25 @@ def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def resolve_lanes(lanes: Any, catalog_dir: str, defaults: Any = None) -> List[Dict[str, Any]]:
-    """Return every lane resolved, with ``rendered`` (argv and environment) and ``unit`` (the quoted lines) in each."""
-    resolved = profile.resolve_all(lanes, catalog.load(catalog_dir), defaults)
-    return [{**lane, "rendered": render.render(lane), "unit": render.unit(lane)} for lane in resolved]
+    """Return every lane resolved; what cannot be rendered for systemd is refused here, before any box is touched."""
+    entries = catalog.load(catalog_dir)
+    resolved = profile.resolve_all(lanes, entries, defaults, catalog.platform_reader(entries, defaults or {}))
+    for lane in resolved:
+        render.unit(lane)
+    return resolved
+
+
+def engine_inputs(lanes: Any, catalog_dir: str) -> List[Dict[str, Any]]:
+    """Return what each wheel-route engine of the resolved lanes is built from, each engine once."""
+    entries = catalog.load(catalog_dir)
+    inputs = {}
+    for lane in lanes:
+        if lane["engine"]["route"] == "wheel" and lane["engine"]["id"] not in inputs:
+            lock = str(Path(catalog_dir) / "engines" / f"{lane['engine']['id']}.lock")
+            inputs[lane["engine"]["id"]] = engines.wheel_inputs(
+                entries.engine(lane["engine"]["id"]), lock, catalog.read_text(lock, "engine lock")
+            )
+    return list(inputs.values())
 
 
 class FilterModule:
@@ -55,6 +71,7 @@ class FilterModule:
         """Return the filters by name."""
         return {
             "vllm_fleet_resolve_lanes": _readable(resolve_lanes),
+            "vllm_fleet_engine_inputs": _readable(engine_inputs),
             "systemd_exec_line": _readable(systemd.exec_line),
             "systemd_env_value": _readable(lambda value, name: systemd.environment_value(name, str(value))),
         }

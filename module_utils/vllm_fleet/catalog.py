@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Callable, Dict, Mapping, Optional
 
+from . import platform_format
 from .errors import UsageError
-from .profile import Catalog
+from .profile import Catalog, lane_place
 from .profile_schema import check_engine, check_profile
 
 #: numbers of YAML 1.1 that mean something else than they look like: octal, binary, sexagesimal, with underscores
@@ -109,3 +110,55 @@ def load(directory: str) -> Catalog:
                 raise UsageError("bad_schema", f"{source}: id: found {data['id']!r}, allowed: the file's name.")
             found[kind][data["id"]] = data
     return Catalog(found["profiles"], found["engines"])
+
+
+def load_platform(path: str, catalog: Catalog, engine: str = "") -> Dict[str, Any]:
+    """Read a file in the platform's own format as a profile.
+
+    :param engine: id of the engine that runs it; empty for the one that such files are written for.
+    :raises UsageError: as :func:`parse_yaml` and :func:`.platform_format.to_profile`.
+    """
+    data = parse_yaml(read_text(path, "profile source"), path, as_written=True)
+    return platform_format.to_profile(data, path, catalog.engine(engine or platform_format.DEFAULT_ENGINE))
+
+
+def platform_reader(catalog: Catalog, defaults: Mapping[str, Any]) -> Callable[[Any], Optional[Dict[str, Any]]]:
+    """Return the function that gives a lane with a ``profile_source`` its profile, and None to others.
+
+    :param defaults: ``profile_source`` for lanes that name no profile, ``base_dir`` for relative paths.
+    :raises UsageError: ``bad_schema`` for a lane that names both.
+    """
+
+    def read(lane: Any) -> Optional[Dict[str, Any]]:
+        where = lane_place(lane)
+        source = lane.get("profile_source")
+        if source is None and "profile" not in lane:
+            source = defaults.get("profile_source")
+        if source is None:
+            return None
+        if "profile" in lane:
+            raise where.at("profile").error(lane["profile"], "profile or profile_source, not both")
+        if not isinstance(source, str) or not source:
+            raise where.at("profile_source").error(source, "the path of a file in the platform's format")
+        engine = lane.get("engine", "")
+        return load_platform(str(Path(defaults.get("base_dir", ""), source)), catalog, engine)
+
+    return read
+
+
+def dump_platform(document: Mapping[str, Any]) -> str:
+    """Return the platform's YAML; read back as written, it is the same document."""
+    texts = _yaml()
+
+    class Dumper(texts.SafeDumper):  # type: ignore[misc,name-defined]
+        """Quotes every text that YAML would not read as one."""
+
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:
+            """Indent lists below their key, as the public files do."""
+            return super().increase_indent(flow, False)
+
+    plain = dict(document)
+    if "concurrency" in plain and re.fullmatch(r"0|[1-9][0-9]*", plain["concurrency"]):
+        plain["concurrency"] = int(plain["concurrency"])
+    text: str = texts.dump(plain, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=4096, indent=4)
+    return text

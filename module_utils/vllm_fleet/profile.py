@@ -202,10 +202,12 @@ def engine_paths(engine: Mapping[str, Any], engines_root: str = ENGINES_ROOT) ->
     root = engine.get("root") or f"{engines_root}/{engine['id']}"
     places = {"root": root}
     venv = fill(engine.get("venv", "${root}/venv"), places, Where(engine["id"], "venv"))
-    places["venv"] = venv
+    if venv is not None:
+        places["venv"] = venv
     library = f"{venv}/lib/python{engine['python_version']}/site-packages"
     tree = engine.get("tree", "${root}/tree" if engine["route"] == "git" else None)
     places["site_packages"] = fill(engine.get("site_packages", library), places, Where(engine["id"], "site_packages"))
+    # a vendor's engine lies in its SDK and runs on the distribution's Python: no venv
     return {
         "id": engine["id"],
         "version": engine["version"],
@@ -309,6 +311,11 @@ def _environment(
 
     at_engine, at_profile = Where(f"engine {engine['id']}"), Where(f"profile {profile['id']}")
     paths = {"PATH": [], **engine["paths"]}
+    if "/" not in profile["entry"][0] and variables.get("venv"):
+        paths["PATH"] = [
+            f"{variables['venv']}/bin",
+            *paths["PATH"],
+        ]  # a bare "python3" finds its libraries through PATH
     for name, directories in paths.items():
         add(name, _path_value(fill(directories, variables, at_engine.at(name)), BASE_PATH if name == "PATH" else ""))
     if variables.get("cuda_home"):
@@ -316,7 +323,7 @@ def _environment(
     for name, value in engine["env"].items():
         add(name, fill(value, variables, at_engine.at("env").at(name)))
     for name, value in profile["env"].items():
-        add(name, fill(value, variables, at_profile.at("env").at(name)))
+        add(name, value if is_as_written(profile) else fill(value, variables, at_profile.at("env").at(name)))
     for rule in profile["when"]:
         if to_text(variables[rule["knob"]]) == to_text(rule["equals"]):
             for name, value in rule["env"].items():
@@ -400,6 +407,9 @@ def resolve(
         tensor_parallel=policy["tensor_parallel"],
         pipeline_parallel=policy["pipeline_parallel"],
         layer_partition=policy["layer_partition"],
+        served_names=own.get("served_names") or profile["served_names"],
+        host=own.get("host") or profile.get("host", "127.0.0.1"),
+        port=own.get("port") or profile.get("port", 8000),
     )
     at_profile = Where(f"profile {profile['id']}")
     for key, spec in profile["knobs"].items():
@@ -411,8 +421,8 @@ def resolve(
         variables["cudagraph_sizes"] = sizes
         notes += _shape_notes(profile["shape"], int(variables["max_seqs"]), sizes)
 
-    groups, host, port, names = _arguments(profile, own, variables, where)
-    _check_bind(own, host, where)
+    groups = _arguments(profile, own, variables, where)
+    _check_bind(own, variables["host"], where)
     if policy["enabled"] and profile["accelerator"] != "cpu":
         _check_parallel(policy, groups, where)
     _check_batch(groups, where)
@@ -428,7 +438,7 @@ def resolve(
         "lane": name,
         "profile": profile["id"],
         "engine": paths,
-        "entry": [to_text(word) for word in fill(profile["entry"], variables, at_profile.at("entry"))],
+        "entry": _entry(profile, variables),
         "checkpoint": {
             "path": checkpoint,
             "patch": profile["checkpoint"]["patch"],
@@ -437,9 +447,9 @@ def resolve(
             ],
             "manifest": own.get("manifest", fill(profile["checkpoint"]["manifest"], variables, at_profile)),
         },
-        "served_names": names,
-        "host": host,
-        "port": port,
+        "served_names": list(variables["served_names"]),
+        "host": variables["host"],
+        "port": variables["port"],
         "api_key_file": own.get("api_key_file"),
         "args": groups,
         "env": env,
@@ -456,46 +466,64 @@ def resolve(
     }
 
 
+def _profile_groups(profile: Mapping[str, Any], variables: Mapping[str, Any]) -> List[Group]:
+    if "groups" in profile:
+        return [list(group) for group in profile["groups"]]
+    filled = fill(profile["args"], variables, Where(f"profile {profile['id']}", "args"))
+    spaced = profile["json_with_spaces"]
+    return [argument_group(flag, value, flag in spaced) for flag, value in filled.items() if value is not None]
+
+
 def _arguments(
     profile: Mapping[str, Any], lane: Mapping[str, Any], variables: Mapping[str, Any], where: Where
-) -> Tuple[List[Group], str, int, List[str]]:
-    """Return the final arguments after the entry, and what they bind and serve: ``(groups, host, port, names)``."""
+) -> List[Group]:
+    """Return the final arguments after the entry.
+
+    Names, address and port stand where the profile has them. Where it has none they come first; behind a command in the
+    platform's format they come last, and its model stays unnamed.
+    """
     overrides = lane.get("args", {})
     extra = [to_text(word) for word in lane.get("extra_args", [])]
     _check_reserved([*overrides, *extra], where.at("args"))
-    own_keys = {
-        "--served-model-name": lane.get("served_names"),
-        "--host": lane.get("host"),
-        "--port": lane.get("port"),
-    }
-    if "groups" in profile:  # the platform's format: everything stays where it was written
-        groups = [list(group) for group in profile["groups"]]
-        if lane.get("checkpoint"):
-            groups = _override(groups, "--model", ["--model", lane["checkpoint"]])
-        for flag, default in (("--host", "127.0.0.1"), ("--port", "8000")):
-            if argument_value(groups, flag) is None and own_keys[flag] is None:
-                own_keys[flag] = default
-        for flag, value in own_keys.items():
-            if value is not None:
-                groups = _override(groups, flag, argument_group(flag, value))
+    groups = _profile_groups(profile, variables)
+    placed = [
+        ("--served-model-name", variables["served_names"]),
+        ("--host", [variables["host"]]),
+        ("--port", [str(variables["port"])]),
+    ]
+    if is_as_written(profile):
+        placed = [("--model", [variables["checkpoint"]]), *placed]
+    missing: List[Group] = []
+    for flag, words in placed:
+        present = argument_value(groups, flag)
+        if present is None:
+            missing.append([flag, *words])
+        elif present != " ".join(words):
+            groups = _override(groups, flag, [flag, *words])
+    if is_as_written(profile):
+        # without these flags the engine serves the model of its entry under its own path
+        groups += [group for group in missing if group[0] in ("--host", "--port")]
     else:
-        at_args = Where(f"profile {profile['id']}", "args")
-        groups = [
-            argument_group("--served-model-name", own_keys["--served-model-name"] or profile["served_names"]),
-            argument_group("--host", own_keys["--host"] or "127.0.0.1"),
-            argument_group("--port", own_keys["--port"] or 8000),
-        ]
-        for flag, value in fill(profile["args"], variables, at_args).items():
-            if value is not None:
-                groups.append(argument_group(flag, value, flag in profile["json_with_spaces"]))
+        groups = missing + groups
     for flag, value in overrides.items():
         spaced = flag in profile["json_with_spaces"]
         groups = _override(groups, flag, None if value is None else argument_group(flag, value, spaced))
-    groups += group_words(extra)
-    names = next((group[1:] for group in groups if canonical_flag(group[0]) == "--served-model-name"), None)
-    host = argument_value(groups, "--host") or ""
-    port = LANE_KEYS["port"].check(argument_value(groups, "--port"), where.at("port"))
-    return groups, host, port, names or [str(variables["checkpoint"])]
+    return groups + group_words(extra)
+
+
+def is_as_written(profile: Mapping[str, Any]) -> bool:
+    """Return whether a profile came from the platform's format: its texts are taken literally, ``${…}`` included."""
+    return "groups" in profile
+
+
+def _entry(profile: Mapping[str, Any], variables: Mapping[str, Any]) -> List[str]:
+    """Return the words before the arguments; those of the platform's format are kept, but for another checkpoint."""
+    entry: List[str] = list(profile["entry"])
+    if not is_as_written(profile):
+        return [to_text(word) for word in fill(entry, variables, Where(f"profile {profile['id']}", "entry"))]
+    if len(entry) > 1 and entry[-1] == profile["checkpoint"]["path"]:
+        entry[-1] = variables["checkpoint"]
+    return entry
 
 
 def _check_batch(groups: Sequence[Group], where: Where) -> None:

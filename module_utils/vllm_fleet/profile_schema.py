@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Dict, Mapping
 
 from .errors import UsageError
@@ -12,6 +13,8 @@ CATALOG_ID = r"[a-z0-9][a-z0-9._-]{0,79}"
 FLAG = r"-[a-zA-Z]{1,3}|--[A-Za-z][A-Za-z0-9_.-]*"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 GPU = r"[A-Za-z0-9._:-]+"
+
+_NUMBER = re.compile(r"(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?", re.ASCII)
 
 _sha256 = Text(r"[0-9a-f]{64}", "a sha256 in 64 lower-case hexadecimal digits")
 _path = Text(r"/.*", "an absolute path")
@@ -144,7 +147,7 @@ _checkpoint = Record(
 #: the kinds of knobs and what each of them takes
 _knob = Record(
     {
-        "type": Choice("integer", "choice", "text", "path"),
+        "type": Choice("integer", "number", "choice", "text", "path"),
         "default": Nullable(Scalar()),
         "minimum": Integer(0),
         "maximum": Integer(0),
@@ -210,7 +213,7 @@ ENGINE = Record(
         "accelerator": Choice("nvidia", "corex", "cpu"),
         "python_version": Text(r"3\.[0-9]+", 'a Python version as text, such as "3.11" (in quotes)'),
         "root": _path,
-        "venv": Text(),
+        "venv": Nullable(Text()),
         "python": Text(),
         "tree": Text(),
         "site_packages": Text(),
@@ -263,6 +266,11 @@ def check_knob(spec: Mapping[str, Any], value: Any, where: Where) -> str:
     kind = spec["type"]
     if kind == "integer":
         return str(Integer(spec.get("minimum", 0), spec.get("maximum")).check(value, where))
+    if kind == "number":
+        text = value if isinstance(value, str) else repr(value)
+        if isinstance(value, bool) or not _NUMBER.fullmatch(text):
+            raise where.error(value, "a decimal number of 0 or more, such as 1 or 0.5")
+        return text
     if kind == "choice":
         if isinstance(value, int) and not isinstance(value, bool):
             value = str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping
 
 from .profile import TOPOLOGY_VARIABLES
-from .systemd import environment_lines, exec_line, unset_names
+from .systemd import CONTINUED, environment_file, exec_line, unset_names
 
 #: the settings of a box whose links are trusted without asking, see "Rules of the decision" in docs/architecture.md
 _FIXED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_SKIP_P2P_CHECK": "1", "NCCL_P2P_LEVEL": "SYS", "NCCL_PROTO": "LL"}
@@ -54,9 +54,9 @@ def render(lane: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def unit(lane: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the lines of the unit that depend on the lane, quoted for systemd.
+    """Return what of the unit depends on the lane's profile, quoted for systemd.
 
-    ``exec_start`` is the value of ``ExecStart=``, ``environment`` a list of whole ``Environment=`` lines,
+    ``exec_start`` is the value of ``ExecStart=``, ``environment`` the text of its ``EnvironmentFile=``,
     ``unset_environment`` the names for ``UnsetEnvironment=``.
 
     :raises UsageError: ``bad_program``, ``bad_character`` or ``bad_variable_name``.
@@ -66,10 +66,11 @@ def unit(lane: Mapping[str, Any]) -> Dict[str, Any]:
     executable = "" if argv[0].startswith("/") else _program(lane, argv[0])
     line = exec_line(argv, executable)
     if _ENGINE_ARGS in rendered["runtime_env"]:
-        line += f" ${_ENGINE_ARGS}"
+        # unquoted and unbraced: systemd splits it into words, and drops it when the decision adds none
+        line += f"{CONTINUED}${_ENGINE_ARGS}"
     return {
         "exec_start": line,
-        "environment": environment_lines(rendered["env"]),
+        "environment": environment_file(rendered["env"]),
         "unset_environment": unset_names(rendered["unset"], rendered["env"]),
     }
 

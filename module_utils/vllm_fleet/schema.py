@@ -52,7 +52,9 @@ def describe(value: Any) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean X?`` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(str(name), [str(item) for item in known], n=1, cutoff=0.6)
+    names = [str(item) for item in known]
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    close = close or [item for item in names if len(str(name)) > 2 and item.startswith(str(name))]
     return f"Did you mean {close[0]}?" if close else ""
 
 

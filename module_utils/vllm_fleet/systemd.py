@@ -17,6 +17,9 @@ ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 #: systemd splits a command line before it unquotes it, and searches a program only in its own fixed path
 _PROGRAM = re.compile(r"/[A-Za-z0-9._+/@-]*", re.ASCII)
 
+#: between the words of a command line that people read: a continued line for each
+CONTINUED = " \\\n    "
+
 _NAMED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -48,7 +51,7 @@ def exec_word(word: str) -> str:
 
 
 def exec_line(argv: Sequence[str], executable: str = "") -> str:
-    """Return the value of ``ExecStart=`` that runs ``argv``.
+    """Return the value of ``ExecStart=`` that runs ``argv``, one argument a line.
 
     :param executable: absolute path of the program when ``argv[0]`` is not one; the process still sees ``argv[0]``.
     :raises UsageError: ``bad_program`` when there is no absolute path in a plain grammar (systemd expands neither
@@ -65,7 +68,29 @@ def exec_line(argv: Sequence[str], executable: str = "") -> str:
         )
     words = [exec_word(word) for word in argv[1:]]
     head = [program] if program == argv[0] else ["@" + program, exec_word(argv[0])]
-    return " ".join(head + words)
+    return CONTINUED.join(head + words)
+
+
+def environment_file(env: Mapping[str, str]) -> str:
+    """Return the text of an ``EnvironmentFile=``: one quoted assignment a line, sorted by name.
+
+    :raises UsageError: ``bad_variable_name``; ``bad_character`` for line breaks and other control characters but tab.
+    """
+    lines = []
+    for name in sorted(env):
+        value = env[name]
+        if not ENV_NAME.fullmatch(name):
+            raise UsageError(
+                "bad_variable_name", f"{name!r} is no name of a variable: letters, digits and _ are allowed."
+            )
+        bad = [character for character in value if (character < " " and character != "\t") or character == "\x7f"]
+        if bad:
+            raise UsageError("bad_character", f"the value of {name} holds the control character {bad[0]!r}.")
+        # Inside double quotes a backslash makes these four plain; nothing is expanded there (systemd.exec(5)).
+        for special in ("\\", '"', "`", "$"):
+            value = value.replace(special, "\\" + special)
+        lines.append(f'{name}="{value}"')
+    return "".join(line + "\n" for line in lines)
 
 
 def environment_value(name: str, value: str) -> str:
