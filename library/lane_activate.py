@@ -1,0 +1,198 @@
+#!/usr/bin/python
+# Copyright (c) vllm-fleet contributors
+# Apache-2.0 (see LICENSE)
+"""Ansible module: make a release the current one and start it."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: lane_activate
+short_description: Flip lanes to their release and start them
+description:
+  - Points C(current) at the wanted release in one step, reads the units again, enables the unit and restarts it, for each lane that
+    needs it; a lane whose running process already comes from the wanted release is left alone.
+  - Returns at once after the start was asked for; M(lane_ready) waits for the proof.
+  - With O(state=previous) the last good release comes back.
+version_added: "0.1.0"
+options:
+  lanes:
+    description: Lanes to activate, with C(lane) and, for O(state=current), C(release); optionally C(api_key_file).
+    type: list
+    elements: dict
+    required: true
+  state:
+    description: V(current) makes the given release run; V(previous) goes back to the release before it.
+    type: str
+    choices: [current, previous]
+    default: current
+attributes:
+  check_mode:
+    description: Can say which lanes would be flipped or restarted without doing it.
+    support: full
+  diff_mode:
+    description: Shows the release of each lane before and after.
+    support: full
+author:
+  - vllm-fleet contributors
+"""
+
+EXAMPLES = r"""
+- name: Make the staged releases run
+  lane_activate:
+    lanes: "{{ staged.lanes }}"
+
+- name: Go back
+  lane_activate:
+    lanes: [{lane: main}]
+    state: previous
+"""
+
+RETURN = r"""
+lanes:
+  description: For each lane what was done, and what the wait for readiness needs to know.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - {lane: main, before: 0f11aa22bb33, after: 8c0e1f2ab34d, restarted: true, reason: release_changed, log_offset: 4711}
+before:
+  description: Release that was current, by lane.
+  returned: always
+  type: dict
+  sample: {main: 0f11aa22bb33}
+after:
+  description: Release that is current now, by lane.
+  returned: always
+  type: dict
+  sample: {main: 8c0e1f2ab34d}
+reason:
+  description: Reason of the first lane that was restarted, V(as_wanted) when none was.
+  returned: always
+  type: str
+  sample: release_changed
+"""
+
+import os
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.vllm_fleet import files, release
+from ansible.module_utils.vllm_fleet.facts import units
+
+
+def link_target(path):
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return None
+
+
+def first_line(path):
+    try:
+        with open(path, encoding="utf-8") as handle:
+            return handle.readline().strip()
+    except OSError:
+        return None
+
+
+def started_release(name):
+    """Return the release that the running process was started from, as start-check left it."""
+    return first_line(os.path.join(release.RUNTIME, name, "release"))
+
+
+def key_is_stale(name, key_file):
+    """Whether the process was started with another API key than the file holds now."""
+    if not key_file:
+        return False
+    used = first_line(os.path.join(release.RUNTIME, name, "secret.env")) or ""
+    return used.partition("=")[2].strip('"') != (first_line(key_file) or "")
+
+
+def why_restart(state, current, wanted, name, key_file):
+    """Return the reason to restart the lane, or None to leave it alone."""
+    if current != wanted:
+        return "release_changed"
+    if state["ActiveState"] not in ("active", "activating"):
+        return "not_running"
+    if started_release(name) != wanted:
+        return "runs_another_release"
+    if key_is_stale(name, key_file):
+        return "key_changed"
+    return None
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "lanes": {"type": "list", "elements": "dict", "required": True},
+            "state": {"type": "str", "choices": ["current", "previous"], "default": "current"},
+        },
+        supports_check_mode=True,
+    )
+    rows, todo, enable = [], [], []
+    for entry in module.params["lanes"]:
+        name = entry["lane"]
+        home = os.path.join(release.LANES, name)
+        current, previous = link_target(os.path.join(home, "current")), link_target(os.path.join(home, "previous"))
+        wanted = entry.get("release") if module.params["state"] == "current" else previous
+        if not wanted:
+            module.fail_json(
+                msg=f"lane {name} has no previous release to go back to; its current one is {current}",
+                reason="no_previous_release",
+            )
+        unit = f"vllm@{name}.service"
+        state = units.unit_state(unit)
+        reason = why_restart(state, current, wanted, name, entry.get("api_key_file"))
+        row = {
+            "lane": name,
+            "before": current,
+            "after": wanted,
+            "restarted": reason is not None,
+            "reason": reason or "as_wanted",
+            "invocation_before": state["InvocationID"],
+        }
+        rows.append(row)
+        if state["UnitFileState"] != "enabled":
+            enable.append(unit)
+        if reason:
+            todo.append((row, home, unit, state))
+    changed = bool(todo or enable)
+
+    def systemctl(*words):
+        done = units.run(["systemctl", *words], timeout=300.0)
+        if done.returncode:
+            module.fail_json(
+                msg="systemctl {} failed: {}".format(" ".join(words), done.stderr.strip() or done.stdout.strip()),
+                reason="systemctl_failed",
+            )
+
+    if changed and not module.check_mode:
+        for row, home, _unit, state in todo:
+            if row["before"] != row["after"]:
+                # The release that ran until now is the good one to go back to; one that never ran is not.
+                if state["ActiveState"] == "active" and module.params["state"] == "current" and row["before"]:
+                    files.link_atomic(os.path.join("releases", row["before"]), os.path.join(home, "previous"))
+                files.link_atomic(os.path.join("releases", row["after"]), os.path.join(home, "current"))
+        systemctl("daemon-reload")
+        if enable:
+            systemctl("enable", "--quiet", *enable)
+        for row, home, unit, _state in todo:
+            row["log_offset"] = units.log_size(
+                files.read_json(os.path.join(home, "current", "lane.json"), "lane").get("log") or ""
+            )
+            systemctl("reset-failed", unit)
+            systemctl("restart", "--no-block", unit)
+    module.exit_json(
+        changed=changed,
+        lanes=rows,
+        before={row["lane"]: row["before"] for row in rows},
+        after={row["lane"]: row["after"] for row in rows},
+        reason=next((row["reason"] for row in rows if row["restarted"]), "enabled" if enable else "as_wanted"),
+        diff={
+            "before": {row["lane"]: row["before"] for row in rows if row["restarted"]},
+            "after": {row["lane"]: row["after"] for row in rows if row["restarted"]},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+#!/usr/bin/python
+# Copyright (c) vllm-fleet contributors
+# Apache-2.0 (see LICENSE)
+"""Ansible module: where a box's lanes stand, proven by a completion where they are up."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: lane_probe
+short_description: Say where the lanes of a box stand
+description:
+  - Reads each lane's unit, its phase from the engine's log, and, once the unit is active, asks it for a completion.
+  - Changes nothing. M(lane_ready) calls it until every lane is ready.
+version_added: "0.1.0"
+options:
+  lanes:
+    description: Names of the lanes.
+    type: list
+    elements: str
+    required: true
+  restarted:
+    description:
+      - What M(lane_activate) returned for the lanes that it restarted. The answer must come from a process started after
+        that, and the log is read from where it stood.
+    type: list
+    elements: dict
+    default: []
+  wait_s:
+    description: Seconds to wait for a lane to become ready, to fail, or to change its phase, before answering.
+    type: int
+    default: 0
+  seen:
+    description: Phase of each lane at the last call, by lane; a change ends the wait.
+    type: dict
+    default: {}
+attributes:
+  check_mode:
+    description: Reads only.
+    support: full
+author:
+  - vllm-fleet contributors
+"""
+
+EXAMPLES = r"""
+- name: Where do the lanes stand
+  lane_probe:
+    lanes: [main]
+"""
+
+RETURN = r"""
+lanes:
+  description: One row for each lane.
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - {lane: main, state: ready, phase: answering HTTP, elapsed_s: 31, pid: 4242, release: 8c0e1f2ab34d, engine: vllm-0.32.0-cpu,
+       address: "10.0.0.2:8000", gpus: "0,2,1,3", message: 1 token(s) by tiny}
+"""
+
+import os
+import time
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.vllm_fleet import checks, readiness, release
+from ansible.module_utils.vllm_fleet.commands import wait_ready
+from ansible.module_utils.vllm_fleet.errors import FleetError
+from ansible.module_utils.vllm_fleet.facts import units
+from ansible.module_utils.vllm_fleet.files import read_json
+
+
+def monotonic_age(microseconds):
+    return max(0, int(time.clock_gettime(time.CLOCK_MONOTONIC) - microseconds / 1e6)) if microseconds else 0
+
+
+def first_line(path):
+    try:
+        with open(path, encoding="utf-8") as handle:
+            return handle.readline().strip()
+    except OSError:
+        return ""
+
+
+def runtime_value(name, variable):
+    try:
+        with open(os.path.join(release.RUNTIME, name, "runtime.env"), encoding="utf-8") as handle:
+            values = dict(line.rstrip("\n").split("=", 1) for line in handle if "=" in line)
+    except OSError:
+        return ""
+    return values.get(variable, "").strip('"')
+
+
+def stand(name, restarted):
+    """Return the lane's row; ``state`` is ready, starting or failed."""
+    unit = f"vllm@{name}.service"
+    state = units.unit_state(unit)
+    row = {"lane": name, "unit": state["ActiveState"] + "/" + state["SubState"], "pid": state["MainPID"], "message": ""}
+    try:
+        lane = read_json(os.path.join(release.LANES, name, "current", "lane.json"), "lane")
+    except FleetError as error:
+        return dict(row, state="failed", phase="no release", elapsed_s=0, message=error.message)
+    started = restarted.get(name)
+    log = (
+        units.read_log(lane["log"], int(started["log_offset"]) if started else 0)
+        if lane["log"]
+        else units.journal(unit)
+    )
+    row.update(
+        phase=readiness.phase(log),
+        elapsed_s=monotonic_age(state["InactiveExitTimestampMonotonic"]),
+        release=os.path.basename(os.path.realpath(os.path.join(release.LANES, name, "current"))),
+        engine=lane["engine"]["id"],
+        address="{}:{}".format(lane["host"], lane["port"]),
+        gpus=runtime_value(name, "CUDA_VISIBLE_DEVICES") or lane["rendered"]["env"].get("CUDA_VISIBLE_DEVICES", ""),
+    )
+    waiting_for_new = started and started["invocation_before"] and state["InvocationID"] == started["invocation_before"]
+    if state["ActiveState"] == "active" and not waiting_for_new:
+        key = first_line(lane["api_key_file"]) if lane.get("api_key_file") else None
+        bad = [
+            item["message"]
+            for item in wait_ready.prove(lane, key or None, timeout=60.0)
+            if item["status"] == checks.FAIL
+        ]
+        return dict(row, state="failed" if bad else "ready", message="; ".join(bad) or "answered a completion")
+    starting = state["ActiveState"] in ("activating", "reloading", "deactivating") or waiting_for_new
+    if starting and state["SubState"] != "auto-restart" and not state["NRestarts"]:
+        if state["SubState"] == "start-pre":
+            row["phase"] = "checking the box"
+        elif state["ActiveState"] == "deactivating":
+            row["phase"] = "stopping the old process"
+        return dict(row, state="starting")
+    said = [
+        line
+        for line in units.journal(unit, lines=40).splitlines()
+        if line.startswith(("vllm-fleet", "refused", "not_"))
+    ]
+    return dict(
+        row,
+        state="failed",
+        errors=readiness.last_errors(log),
+        journal=units.journal(unit, lines=25).splitlines()[-12:],
+        message="unit {} ({})".format(row["unit"], state["Result"]) + ("; " + said[-1] if said else ""),
+    )
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "lanes": {"type": "list", "elements": "str", "required": True},
+            "restarted": {"type": "list", "elements": "dict", "default": []},
+            "wait_s": {"type": "int", "default": 0},
+            "seen": {"type": "dict", "default": {}},
+        },
+        supports_check_mode=True,
+    )
+    restarted = {row["lane"]: row for row in module.params["restarted"] if row.get("restarted") and "log_offset" in row}
+    deadline = time.monotonic() + module.params["wait_s"]
+    while True:
+        rows = [stand(name, restarted) for name in module.params["lanes"]]
+        moved = any(module.params["seen"].get(row["lane"]) != row["phase"] for row in rows)
+        if moved or all(row["state"] != "starting" for row in rows) or any(row["state"] == "failed" for row in rows):
+            break
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(1)
+    module.exit_json(changed=False, lanes=rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Ask a running engine over HTTP. Answers come back as (status, parsed body); a refused connection is (None, None)."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any, Dict, Optional, Tuple
+
+Answer = Tuple[Optional[int], Any]
+
+
+def connect_host(bind: str) -> str:
+    """Return the address to ask for a bind address: the wildcard addresses are reached over loopback."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(bind, bind)  # noqa: S104 - compared, not bound
+
+
+def ask(
+    host: str,
+    port: int,
+    path: str,
+    body: Optional[Dict[str, Any]] = None,
+    key: Optional[str] = None,
+    timeout: float = 10.0,
+) -> Answer:
+    """GET ``path``, or POST ``body`` as JSON when there is one.
+
+    :param timeout: seconds for connecting and for each read.
+    :returns: (status, JSON body), (status, None) when the body is no JSON, (None, None) when nothing answered.
+    """
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    connection = http.client.HTTPConnection(connect_host(host), port, timeout=timeout)
+    try:
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        raw = response.read(4 << 20)
+        try:
+            return response.status, json.loads(raw.decode("utf-8", "replace"))
+        except ValueError:
+            return response.status, None
+    except (OSError, http.client.HTTPException):
+        return None, None
+    finally:
+        connection.close()
+
+
+def complete(host: str, port: int, name: str, key: Optional[str], timeout: float) -> Answer:
+    """Ask for one short completion by the served name."""
+    request = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+    return ask(host, port, "/v1/completions", request, key, timeout)

@@ -1,0 +1,120 @@
+"""When is a lane ready, and what is it doing until then. Pure: over HTTP answers and log text that adapters bring.
+
+Ready means a real completion by the served name. ``/health`` and ``/v1/models`` answer 200 on a dead engine
+(vllm-project/vllm#39863), so they are steps on the way, never the proof.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+from . import checks
+
+#: What the engine prints on its way up -> the phase that has begun. The last match in the log is where it is.
+_PHASES: Tuple[Tuple[str, str], ...] = (
+    (r"vLLM API server version|Starting vLLM|non-default args", "starting the engine"),
+    (r"Initializing a V\d LLM engine|EngineCore", "starting the engine core"),
+    (r"init_process_group|using nccl|rank \d+ in world size", "connecting the ranks"),
+    (r"Starting to load model|Loading safetensors|Loading weights|Model loading", "loading weights"),
+    (r"Dynamo|torch\.compile|Compiling a graph|backend compil", "compiling kernels"),
+    (r"Memory profiling|memory profiling|Available KV cache memory|KV cache size", "sizing the KV cache"),
+    (r"Capturing CUDA graph", "capturing CUDA graphs"),
+    (r"Warming up|warmup|warm up", "warming up"),
+    (r"Starting vLLM API server|Started server process|Waiting for application startup", "starting the HTTP server"),
+    (r"Application startup complete", "answering HTTP"),
+)
+_PHASE_PATTERNS = tuple((re.compile(pattern), phase) for pattern, phase in _PHASES)
+
+#: Lines that name the cause, in the engine's own words; Python's traceback frames and banners are not among them.
+_CAUSE = re.compile(r"(\b\w*(Error|Exception)\b: |\bERROR\b|\berror: |CUDA error|out of memory|Killed|Bus error)")
+_FRAME = re.compile(r'^\s*(File "|Traceback|\^+|~|During handling|The above exception)|^\s{2,}')
+_PREFIX = re.compile(r"^(\([^)]*\)\s*)?((INFO|ERROR|WARNING|DEBUG) \S+ \S+ \[[^\]]*\]\s*)?")
+
+
+def phase(log: str) -> str:
+    """Return the phase that the log's last telling line belongs to; ``importing`` before the first one."""
+    for line in reversed(log.splitlines()):
+        for pattern, name in reversed(_PHASE_PATTERNS):
+            if pattern.search(line):
+                return name
+    return "importing"
+
+
+def last_errors(log: str, limit: int = 5) -> List[str]:
+    """Return the engine's own last error lines (newest last), without traceback frames and log prefixes."""
+    found: List[str] = []
+    for line in reversed(log.splitlines()):
+        text = _PREFIX.sub("", line).rstrip()
+        if text and _CAUSE.search(line) and not _FRAME.match(text) and text not in found:
+            found.append(text[:400])
+            if len(found) == limit:
+                break
+    if not found:
+        found = [line.rstrip()[:400] for line in reversed(log.splitlines()) if line.strip()][:limit]
+    return list(reversed(found))
+
+
+def stall_hint(log: str, p2p_env: Mapping[str, str]) -> Optional[str]:
+    """Name P2P as the suspect when the log ends at NCCL's start while P2P is on (club-3090#873: a false grant blocks)."""
+    if phase(log) == "connecting the ranks" and p2p_env.get("NCCL_P2P_LEVEL"):
+        return (
+            "stopped at NCCL's start with peer-to-peer on: granted but not functional? Prove it: vllm-fleet p2p-check"
+        )
+    return None
+
+
+def judge_models(status: Optional[int], body: Any, names: Sequence[str]) -> checks.Result:
+    """Judge ``GET /v1/models``: every served name must be listed."""
+    check = "served_name"
+    if status != 200 or not isinstance(body, dict):
+        return checks.result(check, checks.FAIL, "models_unavailable", f"/v1/models answered {status}")
+    listed = [entry.get("id") for entry in body.get("data", []) if isinstance(entry, dict)]
+    missing = [name for name in names if name not in listed]
+    if missing:
+        return checks.result(
+            check, checks.FAIL, "wrong_model", f"serves {', '.join(map(str, listed))}; expected {', '.join(missing)}"
+        )
+    return checks.result(check, checks.PASS, "listed", f"serves {', '.join(names)}")
+
+
+def judge_completion(status: Optional[int], body: Any, name: str) -> checks.Result:
+    """Judge one completion: status 200, the right model id, at least one generated token."""
+    check = "completion"
+    if status != 200 or not isinstance(body, dict):
+        detail = body.get("error", body.get("message", "")) if isinstance(body, dict) else ""
+        return checks.result(
+            check, checks.FAIL, "completion_failed", f"/v1/completions answered {status} {detail}".strip()
+        )
+    if body.get("model") != name:
+        return checks.result(
+            check, checks.FAIL, "wrong_model", f"answered as {body.get('model')!r}, asked for {name!r}"
+        )
+    usage = body.get("usage") or {}
+    if not body.get("choices") or int(usage.get("completion_tokens") or 0) < 1:
+        return checks.result(check, checks.FAIL, "empty_completion", "the completion holds no generated token")
+    return checks.result(check, checks.PASS, "answered", f"{usage['completion_tokens']} token(s) by {name}")
+
+
+def judge_log(log: str, expected: Sequence[str]) -> List[checks.Result]:
+    """Judge the identity lines of a profile, such as ``GPU KV cache size: 924,993 tokens``.
+
+    A line of the same kind with another value says that another build or command is running.
+    """
+    results = []
+    for text in expected:
+        kind = re.sub(r"[\d,.]+", "", text).split(":")[0].strip()
+        like = [line.strip() for line in log.splitlines() if kind and kind in line]
+        if text in log:
+            results.append(checks.result("identity_line", checks.PASS, "found", text))
+        elif like:
+            results.append(
+                checks.result(
+                    "identity_line", checks.FAIL, "identity_differs", f"found {like[-1]!r}; expected {text!r}"
+                )
+            )
+        else:
+            results.append(
+                checks.result("identity_line", checks.FAIL, "identity_missing", f"{text!r} is not in the log")
+            )
+    return results
