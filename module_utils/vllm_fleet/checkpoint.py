@@ -6,27 +6,32 @@ The shape of the facts::
 
     {"path": "/models/x", "state": "directory|absent|not_a_directory|unreadable", "problem": "",
      "files": {name: {"state": "file|absent|dangling|other|unreadable", "size": bytes, "mtime_ns": n, "inode": n}},
-     "documents": {name: {"value": parsed} | {"problem": "…"}},
+     "documents": {name: {"value": parsed, "bom": bool} | {"problem": "…"}},
      "manifest": null | {"revision": null | str, "files": {name: {"sha256": str, "size": null | int}}, "malformed": []},
      "digests": {name: {"sha256": "…", "error": "", "remembered": bool}},
+     "originals": {name: {"sha256": str, "as_edited": null | bool}},
      "access": null | {"user": "vllm", "problem": "", "unreadable": [names]},
      "free": null | {"path": "/models", "bytes": null | n}}
 
-A name is relative to the checkpoint, or absolute for a sidecar that lives elsewhere.
+A name is relative to the checkpoint, or absolute for a sidecar that lives elsewhere. ``originals`` are those
+of edited files; ``as_edited`` says whether the file is its original plus the profile's settings, null without settings.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
-from . import checks, sums
-from .errors import UsageError
+from . import checks, json_edit, sums
+from .errors import FleetError, UsageError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+#: What the first original of an edited file is called.
+BACKUP_SUFFIX = ".vllm-fleet-orig"
 
 _SHARD = re.compile(r".*-(\d{5,})-of-(\d{5,})\.safetensors\Z")
 #: What an engine opens in a checkpoint directory, besides what the index names.
@@ -142,7 +147,7 @@ def due_for_hashing(
     due = [str(item["path"]) for item in sidecars if item.get("sha256")]
     for name, expected in listed.items():
         found = facts["files"].get(name, {})
-        if found.get("state") != "file" or name in due:
+        if found.get("state") != "file" or name in due or name in facts["originals"]:
             continue
         if expected["size"] is not None and expected["size"] != found["size"]:
             continue  # already wrong; reading gigabytes would not change that
@@ -154,6 +159,24 @@ def due_for_hashing(
             due.append(name)
     # the large files first: the last thread then never works alone for long
     return sorted(due, key=lambda name: -int(facts["files"].get(name, {}).get("size") or 0)), known
+
+
+def edited_files(facts: Dict[str, Any]) -> List[str]:
+    """Return the files of the manifest that have a kept original beside them."""
+    files = facts["files"]
+    return [name for name in facts["manifest"]["files"] if files.get(name + BACKUP_SUFFIX, {}).get("state") == "file"]
+
+
+def as_edited(original: bytes, current: bytes, settings: List[Dict[str, Any]]) -> Optional[bool]:
+    """Say whether ``current`` is ``original`` with exactly the settings made in it; ``None`` when there are none."""
+    if not settings:
+        return None
+    try:
+        for item in settings:
+            original = json_edit.set_key(original, str(item["key"]), item["value"], force=True).raw
+    except FleetError:
+        return False
+    return original == current
 
 
 def weights(facts: Dict[str, Any]) -> Tuple[Weights, Optional[checks.Result]]:
@@ -284,6 +307,10 @@ def check_settings(facts: Dict[str, Any], settings: List[Dict[str, Any]]) -> Lis
             message = f"{path}/{name} is unusable: {why}"
             results.append(checks.result("checkpoint_config", checks.FAIL, "config_invalid", message, DOWNLOAD_AGAIN))
         else:
+            if document.get("bom"):
+                message = f"{path}/{name} starts with a byte order mark, which Python's JSON reader refuses"
+                fix = f"sed -i '1s/^\\xef\\xbb\\xbf//' {path}/{name}"
+                results.append(checks.result("checkpoint_config", checks.WARN, "config_has_bom", message, fix))
             wanted = [item for item in settings if item["file"] == name]
             results.extend(_check_setting(path, name, document["value"], item) for item in wanted)
     if not results:
@@ -306,10 +333,18 @@ def _check_setting(path: str, name: str, config: Any, item: Dict[str, Any]) -> c
             message = f"{name}: {key} is {json.dumps(value)}"
             return checks.result("checkpoint_config", checks.PASS, "setting_ok", message)
         reason, found = "setting_differs", f"is {json.dumps(at)[:80]}"
-    option = f"--set {key}={value}" if isinstance(value, str) else f"--set-json '{key}={json.dumps(value)}'"
     message = f"{path}/{name}: {key} {found}, expected {json.dumps(value)}"
-    fix = f"vllm-fleet checkpoint-config {path} {option}" + (f" --file {name}" if name != CONFIG else "")
+    fix = edit_command(path, name, key, value)
     return checks.result("checkpoint_config", checks.FAIL, reason, message, fix)
+
+
+def edit_command(path: str, name: str, key: str, value: Any) -> str:
+    """Return the shell command that sets ``key`` in ``path/name``."""
+    words = ["vllm-fleet", "checkpoint-config", path]
+    words += ["--set", f"{key}={value}"] if isinstance(value, str) else ["--set-json", f"{key}={json.dumps(value)}"]
+    if name != CONFIG:
+        words += ["--file", name]
+    return " ".join(shlex.quote(word) for word in words)
 
 
 def check_tensor_parallel(facts: Dict[str, Any], tensor_parallel: int) -> checks.Result:
@@ -350,10 +385,13 @@ def check_sidecars(facts: Dict[str, Any], sidecars: List[Dict[str, Any]]) -> Lis
 
 
 def check_manifest(facts: Dict[str, Any]) -> List[checks.Result]:
-    """Every file of the manifest is there with its size and SHA-256; one result per kind of problem, by name."""
+    """Every file of the manifest is there with its size and SHA-256; one result per kind of problem, by name.
+
+    For a file that was edited, the kept original must be the manifest's, and the file that original plus the settings.
+    """
     manifest = facts["manifest"]
     path = facts["path"]
-    missing, sizes, changed, unreadable, unverified = [], [], [], [], []
+    missing, sizes, changed, unreadable, unverified, edited = [], [], [], [], [], []
     for name in sorted(manifest["files"]):
         expected = manifest["files"][name]
         found = facts["files"].get(name, {"state": "absent"})
@@ -363,6 +401,14 @@ def check_manifest(facts: Dict[str, Any]) -> List[checks.Result]:
             missing.append(shown)
         elif found["state"] != "file":
             unreadable.append(shown)
+        elif name in facts["originals"]:
+            original = facts["originals"][name]
+            if original["sha256"] != expected["sha256"]:
+                changed.append(f"{shown} (by its kept original)")
+            elif original["as_edited"] is False:
+                changed.append(f"{shown} (not the original plus the profile's settings)")
+            elif original["as_edited"] is None:
+                edited.append(shown)
         elif expected["size"] is not None and found["size"] != expected["size"]:
             sizes.append(f"{shown} ({found['size']} bytes, expected {expected['size']})")
         elif digest is None:
@@ -379,6 +425,13 @@ def check_manifest(facts: Dict[str, Any]) -> List[checks.Result]:
         (checks.FAIL, "manifest_changed", "differ from the manifest", changed, DOWNLOAD_AGAIN),
         (checks.FAIL, "manifest_unreadable", "cannot be read", unreadable, "correct the permissions or the disk"),
         (checks.FAIL, "manifest_malformed", "lines are malformed", manifest["malformed"], "write the manifest again"),
+        (
+            checks.WARN,
+            "manifest_edited",
+            "were edited, with an original as in the manifest",
+            edited,
+            "name the settings",
+        ),
         (checks.UNKNOWN, "manifest_not_verified", "were not hashed since they changed", unverified, again),
     ]
     results = []

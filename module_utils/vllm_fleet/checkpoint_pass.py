@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -38,7 +39,7 @@ def inspect(
     :param hash_policy: one of :data:`HASHING`. ``remembered`` is for a start: it never reads weights.
     :param state_directory: where digests are remembered.
     :param remember: write new digests there; ``False`` is a dry run.
-    :returns: what :func:`.checkpoint.evaluate` returns, with ``checkpoint`` (the absolute path) and ``hashed`` (how many
+    :returns: what :func:`.checkpoint.evaluate` returns, with ``checkpoint`` (absolute path) and ``hashed`` (how many
         files were read).
     :raises UsageError: for arguments that make no sense.
     """
@@ -55,6 +56,8 @@ def inspect(
             facts["manifest"], extra = _manifest(path, manifest)
         for name in sorted(checkpoint.named_files(facts, sidecars) - set(facts["files"])):
             facts["files"][name] = checkpoint_dir.look_at(os.path.join(path, name))
+        if facts["manifest"]:
+            facts["originals"] = _originals(facts, settings)
         state = checkpoint_dir.state_file(path, state_directory)
         hashed, not_remembered = _hash(facts, sidecars, hash_policy, state, remember)
         if not_remembered:
@@ -90,6 +93,20 @@ def _manifest(path: str, manifest: str) -> Tuple[Optional[Dict[str, Any]], List[
             reason, message = error.reason, error.message
     fix = "correct the manifest's path or write it again"
     return None, [checks.result("checkpoint_manifest", checks.FAIL, reason, message, fix)]
+
+
+def _originals(facts: Dict[str, Any], settings: List[Dict[str, Any]]) -> Dict[str, Dict[str, Any]]:
+    originals = {}
+    for name in checkpoint.edited_files(facts):
+        original, _ = checkpoint_dir.read_bytes(os.path.join(facts["path"], name + checkpoint.BACKUP_SUFFIX))
+        current, _ = checkpoint_dir.read_bytes(os.path.join(facts["path"], name))
+        if original is not None and current is not None:
+            wanted = [item for item in settings if item["file"] == name]
+            originals[name] = {
+                "sha256": hashlib.sha256(original).hexdigest(),
+                "as_edited": checkpoint.as_edited(original, current, wanted),
+            }
+    return originals
 
 
 def _hash(

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from vllm_fleet import checkpoint, checkpoint_pass
+from vllm_fleet import checkpoint, checkpoint_edit, checkpoint_pass
 from vllm_fleet.errors import UsageError
 from vllm_fleet.facts import checkpoint_dir, hashing
 
@@ -116,6 +116,7 @@ def directory(name):
         (remove(checkpoint.CONFIG), "config_missing", checkpoint.CONFIG),
         (raw(checkpoint.CONFIG, b"[]"), "config_invalid", checkpoint.CONFIG),
         (raw(checkpoint.CONFIG, b"\xff"), "config_invalid", checkpoint.CONFIG),
+        (raw(checkpoint.CONFIG, b"\xef\xbb\xbf{}"), "config_has_bom", checkpoint.CONFIG),
     ],
 )
 def test_what_is_wrong_is_named(model, change, reason, named):
@@ -123,6 +124,11 @@ def test_what_is_wrong_is_named(model, change, reason, named):
     report = inspect(model)
     assert problems(report) == {reason}
     assert named in messages(report, reason)
+
+
+def test_infinity_is_what_engines_accept(model):
+    (model / checkpoint.CONFIG).write_bytes(b'{"limit": Infinity}')
+    assert problems(inspect(model)) == set()
 
 
 @pytest.mark.parametrize("total", [None, "4000", True, -1, 4000.5])
@@ -343,6 +349,18 @@ def test_json_manifest_names_wrong_sizes_without_reading(model):
 def test_bad_manifests(model, content, expected):
     (model / "sums").write_bytes(content)
     assert problems(inspect(model, manifest="sums")) == expected
+
+
+def test_an_edited_file_is_its_original_plus_the_settings(model):
+    setting = {"file": "config.json", "key": "text_config.dtype", "value": "fp8"}
+    (model / "sums").write_text(f"{sha((model / 'config.json').read_bytes())}  config.json\n")
+    checkpoint_edit.set_key(str(model), setting["key"], setting["value"])
+    assert problems(inspect(model, manifest="sums", settings=[setting])) == set()
+    assert problems(inspect(model, manifest="sums")) == {"manifest_edited"}
+    (model / "config.json").write_bytes((model / "config.json").read_bytes() + b"\n")
+    assert problems(inspect(model, manifest="sums", settings=[setting])) == {"manifest_changed"}
+    (model / ("config.json" + checkpoint.BACKUP_SUFFIX)).write_bytes(b"{}")
+    assert problems(inspect(model, manifest="sums")) == {"manifest_changed"}
 
 
 def test_missing_manifest(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .. import checkpoint_pass, checks
+from .. import checkpoint, checkpoint_pass, checks
 from ..errors import UsageError
 from ..facts.checkpoint_dir import STATE_DIRECTORY
 
@@ -15,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--user", help="the service user that must be able to read it")
     parser.add_argument(
         "--sidecar", action="append", default=[], metavar="FILE[=SHA256]", help="a file that must be there; repeatable"
+    )
+    parser.add_argument(
+        "--setting", action="append", default=[], metavar="KEY=VALUE", help="a string in config.json; repeatable"
     )
     parser.add_argument("--manifest", metavar="FILE", help="hashes of its files, relative to DIR or absolute")
     group = parser.add_mutually_exclusive_group()
@@ -34,10 +37,17 @@ def run(args: argparse.Namespace) -> int:
     for text in args.sidecar:
         path, _, digest = text.partition("=")
         sidecars.append({"path": path, "sha256": digest or None})
+    settings = []
+    for text in args.setting:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise UsageError("bad_setting", f"{text!r} is not KEY=VALUE")
+        settings.append({"file": checkpoint.CONFIG, "key": key, "value": value})
     report = checkpoint_pass.inspect(
         args.directory,
         user=args.user,
         sidecars=sidecars,
+        settings=settings,
         manifest=args.manifest,
         hash_policy="again" if args.rehash else "remembered" if args.remembered_only else "due",
         state_directory=args.state_directory,

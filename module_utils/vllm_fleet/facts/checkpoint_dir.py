@@ -9,8 +9,7 @@ import pwd
 import stat
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
-from ..errors import FleetError
-from ..files import parse_json, write_atomic
+from ..files import write_atomic
 
 #: Where remembered digests live on a box.
 STATE_DIRECTORY = "/var/lib/vllm-fleet/checkpoints"
@@ -20,7 +19,7 @@ def read_directory(path: str, documents: Iterable[str]) -> Dict[str, Any]:
     """Return the facts of one checkpoint (shape: :mod:`..checkpoint`), with the named JSON files parsed."""
     facts: Dict[str, Any] = {
         "path": path, "state": "directory", "problem": "", "files": {}, "documents": {}, "manifest": None,
-        "digests": {}, "access": None, "free": None,
+        "digests": {}, "originals": {}, "access": None, "free": None,
     }  # fmt: skip
     try:
         names = os.listdir(path)
@@ -40,16 +39,16 @@ def read_directory(path: str, documents: Iterable[str]) -> Dict[str, Any]:
     for name in documents:
         if not os.path.lexists(os.path.join(path, name)):
             continue
+        raw, problem = read_bytes(os.path.join(path, name))
+        if raw is None:
+            facts["documents"][name] = {"problem": problem}
+            continue
         try:
-            with open(os.path.join(path, name), "rb") as handle:
-                raw = handle.read()
-            if raw.startswith(b"\xef\xbb\xbf"):
-                raw = raw[3:]  # a byte order mark is not JSON, and every reader of these files skips it
-            facts["documents"][name] = {"value": parse_json(raw, "document", name)}
-        except OSError as error:
-            facts["documents"][name] = {"problem": error.strerror or str(error)}
-        except FleetError as error:
-            facts["documents"][name] = {"problem": error.message}
+            # not the strict parser: engines accept NaN and Infinity here, so a checkpoint with them is good
+            value = json.loads(raw.decode("utf-8-sig"))
+            facts["documents"][name] = {"value": value, "bom": raw.startswith(b"\xef\xbb\xbf")}
+        except (ValueError, RecursionError) as error:
+            facts["documents"][name] = {"problem": f"not JSON in UTF-8: {error}"}
     return facts
 
 
