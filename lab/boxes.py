@@ -32,6 +32,8 @@ SSH_CONFIG = STATE / "ssh_config"
 KNOWN_HOSTS = STATE / "known_hosts"
 CLIENT_KEY = STATE / "keys" / "id_ed25519"
 APT_POOL = CACHE / "apt"
+#: where Ansible keeps its connections to the boxes open; the inventory names the same path
+CONTROL_PATH = "~/.ansible/cp/lab-%C"
 BOOT_DEADLINE_S = 90
 
 
@@ -119,11 +121,6 @@ def _ssh_key(path: Path, comment: str) -> None:
 def api_key_file(box: str, lane: str) -> Path:
     """Return the controller's file with the API key of a lane of the lab."""
     return STATE / "keys" / f"{box}-{lane}.key"
-
-
-def _api_key(path: Path) -> None:
-    if not path.exists() or not path.read_text().strip():
-        _write(path, secrets.token_urlsafe(32) + "\n", 0o600)
 
 
 # --- network ----------------------------------------------------------------------------------------------------
@@ -270,8 +267,15 @@ def _wait(boxes: list[Box]) -> list[Box]:
     return waiting
 
 
+def _close_connections(name: str) -> None:
+    """End kept SSH connections to a box that is going away; without it the next play would wait on a dead one."""
+    if SSH_CONFIG.exists():
+        run(["ssh", "-F", str(SSH_CONFIG), "-o", f"ControlPath={CONTROL_PATH}", "-O", "exit", name], check=False)
+
+
 def _remove(container: str) -> None:
     """Remove a container whatever state it is in."""
+    _close_connections(container.removeprefix(f"{PREFIX}-"))
     podman("rm", "-f", "-t", "2", container, check=False)
     if _inspect(container) is not None:
         podman("container", "cleanup", container, check=False)
@@ -280,6 +284,7 @@ def _remove(container: str) -> None:
 
 def _start(box: Box) -> bool:
     """Start a container that is stopped, or that podman only believes to run; False when it can't be."""
+    _close_connections(box.name)
     if run(["podman", "start", box.container], root=True, check=False, timeout=60).returncode == 0 and \
             _process_alive(box.container):
         return True
@@ -352,11 +357,13 @@ def up(specs: list[BoxSpec], host: Host) -> dict[str, Box]:
             return _bring_up(specs, host, rebuild_image=True)
 
 
-def api_keys(lanes: dict[str, list[str]]) -> None:
+def make_api_keys(lanes: dict[str, tuple[str, ...]]) -> None:
     """Make the API keys of the lab's lanes (box name -> lane names) that are not there yet."""
     for box, names in lanes.items():
         for name in names:
-            _api_key(api_key_file(box, name))
+            path = api_key_file(box, name)
+            if not path.exists() or not path.read_text().strip():
+                _write(path, secrets.token_urlsafe(32) + "\n", 0o600)
 
 
 def containers() -> list[str]:

@@ -45,3 +45,7 @@ LAB_BOXES = (
     BoxSpec("box2", NVML_SIM / "boxes" / "box2.json", host_number=12),
     BoxSpec("edge1", host_number=21),
 )
+
+#: lanes that the lab's inventory serves; each gets an API key
+LAB_LANES: dict[str, tuple[str, ...]] = {"box1": ("main",), "box2": ("main",)}
+CHECKPOINT = STATE / "checkpoints" / "tiny"
