@@ -1,0 +1,261 @@
+"""What a lane needs before each start: its decision on the live hardware, its runtime environment, its preflight.
+
+The unit runs this as ``ExecStartPre`` at every boot; a play uses the same functions through ``gpu_topology``. All
+paths go through ``root``, which is ``/`` on a box.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set
+
+from . import checks, journal, render, runtime_env, topology, verdict, verdict_store
+from .errors import FleetError, RefusedError
+from .facts import collect, host, ports
+from .files import read_json, write_atomic
+from .preflight import gather
+from .preflight.run import load, names, run_lane
+
+DECISIONS = "/var/lib/vllm-fleet/decisions"
+CACHE = "/var/cache/vllm-fleet"
+RUN = "/run/vllm-fleet"
+SERVICE_USER = "vllm"
+
+#: how many different decisions of a lane are kept
+HISTORY = 20
+#: seconds to wait for another lane of this box that decides at this moment
+LOCK_S = 60.0
+
+Reader = Callable[[], Dict[str, Any]]
+Lane = Mapping[str, Any]
+
+
+# ---- the decision ----------------------------------------------------------------------------------------------------
+
+
+def live_facts(lane: str, root: str = "/", timeout: float = 20.0, read: Optional[Reader] = None) -> Dict[str, Any]:
+    """Return this box's facts as a start of the lane finds them: with the verdict that is valid, without the lane's own
+    processes, which end before it starts again."""
+    facts = read() if read else collect.read(timeout=timeout, root=root)
+    facts["p2p_verdict"] = verdict.for_facts(verdict_store.load(root), facts)
+    pids = [entry["pid"] for gpu in facts["gpus"] or [] for entry in gpu["processes"] or []]
+    processes = {str(pid): ports.process(pid, root) for pid in pids}
+    return gather.own_processes_removed(facts, processes, lane) or facts
+
+
+def owned_by_others(lane: str, root: str = "/") -> List[str]:
+    """Return the GPUs that the box's other lanes own: those they name, and those of their last decision."""
+    owned: List[str] = []
+    for other in names(root):
+        if other == lane:
+            continue
+        try:
+            data = load(other, root)
+        except FleetError as error:
+            journal.say(f"lane {lane}: the GPUs of lane {other} are not known: {error.one_line()}", "warning")
+            continue
+        if not data["policy"].get("enabled", True):
+            continue
+        owned += [str(gpu) for gpu in data["policy"].get("gpus") or []]
+        decision = stored(other, root)
+        if decision and decision.get("status") in ("selected", "fixed"):
+            owned += [str(gpu) for gpu in decision.get("lane") or []]
+    return list(dict.fromkeys(owned))
+
+
+def decide(lane: Lane, facts: Dict[str, Any], root: str = "/") -> Dict[str, Any]:
+    """Return the lane's decision on these facts; GPUs of other lanes are out of reach.
+
+    :raises UsageError: ``bad_facts`` or ``bad_policy``.
+    """
+    policy = {name: value for name, value in lane["policy"].items() if name != "enabled"}
+    policy["exclude"] = list(dict.fromkeys([*(policy.get("exclude") or []), *owned_by_others(lane["lane"], root)]))
+    decision: Dict[str, Any] = topology.decide(facts, policy)
+    return decision
+
+
+def stored(lane: str, root: str = "/") -> Optional[Dict[str, Any]]:
+    """Return the lane's last decision; ``None`` without one, or when the file is damaged."""
+    try:
+        decision = read_json(under_decisions(f"{lane}.json", root), "decision")
+    except FleetError:
+        return None
+    return decision if isinstance(decision, dict) else None
+
+
+def under_decisions(name: str, root: str = "/") -> str:
+    return host.under(root, f"{DECISIONS}/{name}")
+
+
+def keep(lane: str, decision: Mapping[str, Any], root: str = "/", now: Optional[float] = None) -> bool:
+    """Store a decision, and add it to the lane's bounded history when it differs from the last; return whether it did.
+
+    ``<lane>.json`` is the decision; ``<lane>.history.json`` a list of ``{"time", "decision"}``, newest last.
+    """
+    os.makedirs(under_decisions("", root), mode=0o755, exist_ok=True)
+    text = json.dumps(decision, indent=1, sort_keys=True) + "\n"
+    if not write_atomic(under_decisions(f"{lane}.json", root), text.encode(), mode=0o644):
+        return False
+    where = under_decisions(f"{lane}.history.json", root)
+    try:
+        history = read_json(where, "decision history")
+    except FleetError:
+        history = []
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
+    history = [*(history if isinstance(history, list) else []), {"time": when, "decision": decision}][-HISTORY:]
+    write_atomic(where, (json.dumps(history, indent=1, sort_keys=True) + "\n").encode(), mode=0o644)
+    return True
+
+
+# ---- the runtime environment -----------------------------------------------------------------------------------------
+
+
+def cache_key(engine_id: str, facts: Optional[Mapping[str, Any]]) -> str:
+    """Return the name of the compile caches' directory: what was compiled is right for one engine, driver and
+    GPU architecture only."""
+    driver = (facts or {}).get("driver") or {}
+    architectures = sorted(
+        {".".join(map(str, gpu["compute_capability"] or ["unknown"])) for gpu in (facts or {}).get("gpus") or []}
+    )
+    text = "\n".join([engine_id, str(driver.get("loaded")), *architectures])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def cache_variables(lane: Lane, facts: Optional[Mapping[str, Any]]) -> Dict[str, str]:
+    """Return the cache variables that the lane leaves to the start; none when it has a directory of its own."""
+    wanted = render.render(lane)["runtime_env"]
+    base = f"{CACHE}/{lane['lane']}/{cache_key(lane['engine']['id'], facts)}"
+    paths = {
+        "VLLM_CACHE_ROOT": base,
+        "TRITON_CACHE_DIR": f"{base}/triton",
+        "FLASHINFER_WORKSPACE_BASE": f"{base}/flashinfer",
+    }
+    return {name: value for name, value in paths.items() if name in wanted}
+
+
+def forget_stale_links(facts: Mapping[str, Any], root: str = "/") -> List[str]:
+    """Remove vLLM's stored P2P results of every lane when cards, slots, driver or board changed; return their paths."""
+    if not verdict_store.machine_changed(facts, root):
+        return []
+    places: Set[str] = set()
+    for lane in names(root):
+        base = host.under(root, f"{CACHE}/{lane}")
+        places.update(entry.path for entry in (os.scandir(base) if os.path.isdir(base) else []))
+        with contextlib.suppress(FleetError):
+            data = load(lane, root)
+            own = data["env"].get("VLLM_CACHE_ROOT") or data.get("cache_root")
+            places.update([host.under(root, own)] if own else [])
+    return verdict_store.remove_vllm_caches(sorted(places))
+
+
+def make_owned(path: str, account: Optional[Mapping[str, Any]], base: str) -> None:
+    """Create the directories of ``path`` below ``base`` for the service user, without following a link on the way.
+
+    Root does this inside directories that the service user owns, so a link planted there must not be followed.
+
+    :raises RefusedError: ``cache_not_a_directory``.
+    """
+    os.makedirs(base, mode=0o755, exist_ok=True)
+    descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in os.path.relpath(path, base).split(os.sep):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, 0o750, dir_fd=descriptor)
+            try:
+                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            except OSError as error:
+                raise RefusedError(
+                    "cache_not_a_directory",
+                    f"{part} on the way to {path} is no directory: {error.strerror}",
+                    "remove it; the start makes the directory again",
+                ) from None
+            os.close(descriptor)
+            descriptor = below
+            owner = os.fstat(descriptor)
+            if account and os.geteuid() == 0 and (owner.st_uid, owner.st_gid) != (account["uid"], account["gid"]):
+                os.fchown(descriptor, account["uid"], account["gid"])
+    finally:
+        os.close(descriptor)
+
+
+def environment_text(decision: Optional[Mapping[str, Any]], variables: Mapping[str, str]) -> str:
+    """Return the text of ``runtime.env``; without a decision it holds the cache variables alone.
+
+    :raises UsageError: for a value outside the grammar; nothing is written then.
+    """
+    return runtime_env.format_lines(variables) if decision is None else runtime_env.render(decision, variables)
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def box_lock(root: str = "/", wait: float = LOCK_S) -> Iterator[None]:
+    """Hold the box's lock: two lanes that start together must not choose the same GPU.
+
+    :raises RefusedError: ``start_locked`` after ``wait`` seconds.
+    """
+    directory = host.under(root, RUN)
+    os.makedirs(directory, mode=0o755, exist_ok=True)
+    descriptor = os.open(os.path.join(directory, "start.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise RefusedError(
+                        "start_locked", f"another start check of this box holds its lock for {wait:g} s"
+                    ) from None
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check(lane: str, root: str = "/", read: Optional[Reader] = None, timeout: float = 20.0) -> Dict[str, Any]:
+    """Decide, write the runtime environment, run the preflight.
+
+    :param read: gives the facts; default the hardware, within ``timeout`` seconds.
+    :returns: ``{"lane", "exit", "decision": {…} | None, "runtime_env": {…} | None, "removed": […], "results": […]}``;
+        ``exit`` is 0, 1 when a check fails, 3 when the decision is refused (the runtime environment stays as it is).
+    :raises FleetError: for a lane, policy or facts that can't be read.
+    """
+    data = load(lane, root)
+    outcome: Dict[str, Any] = {"lane": lane, "decision": None, "runtime_env": None, "removed": []}
+    facts: Optional[Dict[str, Any]] = None
+    with box_lock(root):
+        if data["policy"].get("enabled", True):
+            facts = live_facts(lane, root, timeout, read)
+            outcome["decision"] = decide(data, facts, root)
+            keep(lane, outcome["decision"], root)
+        if not refused(outcome["decision"]):
+            _write_environment(data, facts, outcome, root)
+    outcome["results"] = run_lane(lane, facts=facts, decision=outcome["decision"], boot=True, root=root)
+    outcome["exit"] = 3 if refused(outcome["decision"]) else checks.exit_code(outcome["results"])
+    return outcome
+
+
+def refused(decision: Optional[Mapping[str, Any]]) -> bool:
+    return decision is not None and decision["status"] == "refused"
+
+
+def _write_environment(lane: Lane, facts: Optional[Dict[str, Any]], outcome: Dict[str, Any], root: str) -> None:
+    variables = cache_variables(lane, facts)
+    text = environment_text(outcome["decision"], variables)
+    account = host.user(SERVICE_USER, root)
+    for path in variables.values():
+        make_owned(host.under(root, path), account, host.under(root, CACHE))
+    if facts is not None:
+        outcome["removed"] = forget_stale_links(facts, root)
+    directory = host.under(root, f"{RUN}/{lane['lane']}")
+    os.makedirs(directory, mode=0o755, exist_ok=True)
+    write_atomic(os.path.join(directory, "runtime.env"), text.encode(), mode=0o644)
+    outcome["runtime_env"] = runtime_env.parse(text)
