@@ -245,6 +245,15 @@ def ssh(name: str, command: str, *, check: bool = True, timeout: float = 30) -> 
     return run(["ssh", "-F", str(SSH_CONFIG), "-o", "BatchMode=yes", name, command], check=check, timeout=timeout).stdout
 
 
+def connection(box: Box) -> dict[str, Any]:
+    """Return the Ansible variables that reach a box; the lab's inventory says the same in its own way."""
+    return {
+        "ansible_user": USER, "ansible_become": True, "ansible_python_interpreter": "/usr/bin/python3",
+        "ansible_ssh_common_args": f"-F {SSH_CONFIG}", "ansible_control_path": CONTROL_PATH.replace("%", "%%"),
+        "lab_ip": box.address,
+    }
+
+
 def answers(box: Box) -> bool:
     """Tell whether the box's systemd has booted and it can be reached over SSH with sudo."""
     try:
@@ -301,7 +310,7 @@ def _process_alive(container: str) -> bool:
 
 def _bring_up(specs: list[BoxSpec], host: Host, rebuild_image: bool = False) -> dict[str, Box]:
     """Make, start or repair the boxes; keeps every one that works, and its contents."""
-    image_name = image.ensure(rebuild_image)
+    own_image = image.ensure(rebuild_image)
     subnet, boxes = ensure_network(), registry()
     _ssh_key(CLIENT_KEY, f"{USER}@vllm-fleet-lab")
     library = nvml.build() if any(spec.nvml for spec in specs) else None
@@ -309,7 +318,7 @@ def _bring_up(specs: list[BoxSpec], host: Host, rebuild_image: bool = False) -> 
     for spec in specs:
         _ssh_key(_box_dir(spec.name) / "ssh_host_ed25519_key", f"root@{spec.name}")
         boxes[spec.name] = Box(spec.name, f"{PREFIX}-{spec.name}", _address(spec, subnet, boxes), spec in LAB_BOXES)
-        parts = [image_name, str(subnet), str(host), spec.shm_size, boxes[spec.name].address]
+        parts = [spec.image or own_image, str(subnet), str(host), spec.shm_size, boxes[spec.name].address]
         recipes[spec.name] = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     _register(boxes)
 
@@ -326,7 +335,7 @@ def _bring_up(specs: list[BoxSpec], host: Host, rebuild_image: bool = False) -> 
             else:
                 say(f"   {box.name}: does not come back, making it anew")
             _remove(box.container)
-        _create(spec, box, host, image_name, recipes[spec.name])
+        _create(spec, box, host, spec.image or own_image, recipes[spec.name])
         _furnish(spec, box, library)
         podman("start", box.container)
     dead = _wait(wanted)

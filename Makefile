@@ -1,0 +1,26 @@
+# The targets that people use. `make help` lists them.
+PYTHON ?= python3
+LAB = .venv/bin/python -m lab
+
+.DEFAULT_GOAL := help
+.PHONY: help env lab lab-down lab-status converge-cost
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env:  ## host packages that are missing, and .venv from requirements.lock
+	@command -v $(PYTHON) >/dev/null || { echo "installing host package: python3"; \
+	  if [ "$$(id -u)" = 0 ]; then apt-get -q -y install python3; else sudo apt-get -q -y install python3; fi; }
+	@$(PYTHON) -m lab env
+
+lab: env  ## boxes on this machine, provisioned, and a question to each lane; repairs what is half made
+	@$(LAB) up
+
+lab-status:  ## what the lab's boxes and lanes answer
+	@$(LAB) status
+
+lab-down:  ## remove the lab's boxes, network and state; the cache stays
+	@$(PYTHON) -m lab down
+
+converge-cost: env  ## run site.yml twice and print calls_per_box=N changed=0 wall_s=T of the second run
+	@$(LAB) converge-cost
