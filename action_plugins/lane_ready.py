@@ -1,4 +1,4 @@
-"""Action: wait for lanes to answer, and say meanwhile what they are doing. See library/lane_ready.py for the options."""
+"""Action: wait for lanes to answer, and say meanwhile what they are doing. Options: library/lane_ready.py."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ DOCUMENTATION = r"""
 module: box_layout
 short_description: Create the directories of a box in one call
 description:
-  - Creates each directory with its mode, owner and group, and corrects the ones that differ. Nothing below them is touched.
+  - Creates each directory with its mode, owner and group, and corrects the ones that differ. Nothing below them is
+    touched.
   - One call for all of them, because every remote task costs a round trip.
 version_added: "0.1.0"
 options:
@@ -124,7 +125,7 @@ def main():
             continue
         if found == "not a directory":
             module.fail_json(
-                msg=f"{path} exists and is not a directory; expected a directory ({wanted}). Move it away and run again.",
+                msg=f"{path} exists and is not a directory; expected {wanted}. Move it away and run again.",
                 reason="not_a_directory",
             )
         before[path], after[path] = found, wanted

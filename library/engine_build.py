@@ -9,8 +9,8 @@ DOCUMENTATION = r"""
 module: engine_build
 short_description: Build an engine from its wheelhouse into an archive
 description:
-  - Makes a relocatable venv from hash-locked wheels without an index, byte-compiles it, asserts the version that it will report,
-    records its build products, and packs it with a manifest.
+  - Makes a relocatable venv from hash-locked wheels without an index, byte-compiles it, asserts the version that it
+    will report, records its build products, and packs it with a manifest.
   - Runs on the builder, once for a fleet. M(engine_install) unpacks the archive on each box.
 version_added: "0.1.0"
 options:
@@ -115,9 +115,8 @@ class Builder:
     def call(self, step, argv, cwd="/"):
         done = subprocess.run(
             argv,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            universal_newlines=True,
+            capture_output=True,
+            text=True,
             check=False,
             env=self.env,
             cwd=cwd,
@@ -141,19 +140,12 @@ class Builder:
         self.call(
             "install",
             [
-                uv,
-                "pip",
-                "install",
-                "--quiet",
-                "--python",
-                python,
-                "--no-index",
-                "--find-links",
-                os.path.join(params["workdir"], "wheels"),
-            ]
-            + ["--require-hashes", "--no-deps", "--link-mode", "copy", "--no-cache", "--compile-bytecode"]
-            + ["--requirement", os.path.join(params["workdir"], "requirements.lock")],
-        )
+                uv, "pip", "install", "--quiet", "--python", python, "--no-index", "--no-deps", "--require-hashes",
+                "--find-links", os.path.join(params["workdir"], "wheels"),
+                "--requirement", os.path.join(params["workdir"], "requirements.lock"),
+                "--link-mode", "copy", "--no-cache", "--compile-bytecode",
+            ],
+        )  # fmt: skip
         version = self.call("version", [python, "-c", "import importlib.metadata as m; print(m.version('vllm'))"])
         if version.split("+")[0] != params["version"].split("+")[0]:
             self.module.fail_json(
@@ -189,16 +181,11 @@ class Builder:
         self.call(
             "pack",
             [
-                "tar",
-                "--create",
-                "--sort=name",
-                "--owner=0",
-                "--group=0",
-                "--numeric-owner",
-                "--use-compress-program=zstd -1 -T0 -q",
-            ]
-            + ["--file", partial, "--directory", self.stage, "manifest.json", "venv"],
-        )
+                "tar", "--create", "--sort=name", "--owner=0", "--group=0", "--numeric-owner",
+                "--use-compress-program=zstd -1 -T0 -q", "--file", partial, "--directory", self.stage,
+                "manifest.json", "venv",
+            ],
+        )  # fmt: skip
         sidecar = {"sha256": sha256_of(partial), "bytes": os.stat(partial).st_size, "manifest": manifest}
         os.chmod(partial, 0o644)
         os.replace(partial, params["dest"])

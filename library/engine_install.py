@@ -9,14 +9,15 @@ DOCUMENTATION = r"""
 module: engine_install
 short_description: Install engines on a box from verified archives
 description:
-  - An engine is complete or absent. The archive's hash is checked, it is unpacked beside the other engines, its manifest is compared,
-    and then one rename makes it appear. An installed engine is never edited.
+  - An engine is complete or absent. The archive's hash is checked, it is unpacked beside the other engines, its
+    manifest is compared, and then one rename makes it appear. An installed engine is never edited.
   - Without an archive only says which of the engines are missing.
 version_added: "0.1.0"
 options:
   engines:
     description:
-      - The engines, with C(id), C(digest) and, to install, C(archive) (path on the box), C(sha256) and C(unpacked_bytes).
+      - The engines, with C(id), C(digest) and, to install, C(archive) (path on the box), C(sha256) and
+        C(unpacked_bytes).
     type: list
     elements: dict
     required: true
@@ -127,7 +128,7 @@ def install(module, root, entry):
     try:
         done = subprocess.run(
             ["tar", "--extract", "--use-compress-program=zstd -T0 -q", "--file", archive, "--directory", partial],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, check=False,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
             module.fail_json(
@@ -170,7 +171,7 @@ def main():
     lock = None
     if module.params["install"] and not module.check_mode:
         os.makedirs(root, exist_ok=True)
-        lock = open(os.path.join(root, ".lock"), "w")
+        lock = open(os.path.join(root, ".lock"), "w")  # noqa: SIM115 - held until the module ends
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in (name for name in os.listdir(root) if name.startswith(".partial-")):
             shutil.rmtree(os.path.join(root, leftover), ignore_errors=True)
@@ -180,8 +181,10 @@ def main():
         before[name] = manifest["version"] if manifest else "absent"
         if manifest and entry.get("digest") and manifest["digest"] != entry["digest"]:
             module.fail_json(
-                msg="engine {} is installed, but from other inputs (digest {}, the catalog gives {}). An installed engine is never "
-                "edited: give the catalog entry a new id.".format(name, manifest["digest"], entry["digest"]),
+                msg="engine {} is installed, but from other inputs (digest {}, the catalog gives {}). An installed "
+                "engine is never edited: give the catalog entry a new id.".format(
+                    name, manifest["digest"], entry["digest"]
+                ),
                 reason="engine_differs",
             )
         if not manifest:

@@ -9,8 +9,8 @@ DOCUMENTATION = r"""
 module: engine_wheelhouse
 short_description: Collect an engine's wheels on the controller
 description:
-  - Downloads every wheel of a hash-locked requirements file into one directory and packs it, with the lock and the C(uv) program, as one
-    tar file for the builder. Runs on the controller; the boxes need no index.
+  - Downloads every wheel of a hash-locked requirements file into one directory and packs it, with the lock and the
+    C(uv) program, as one tar file for the builder. Runs on the controller; the boxes need no index.
   - A wheel that is there already with the right hash is not downloaded again.
 version_added: "0.1.0"
 options:
@@ -30,6 +30,10 @@ options:
     description: Python version of the boxes, such as V(3.11).
     type: str
     required: true
+  glibc:
+    description: Minor version of the boxes' glibc; 31 for Ubuntu 20.04, 36 for Debian 12, 39 for Ubuntu 24.04.
+    type: int
+    default: 36
   find_links:
     description: Further directories or pages that hold wheels.
     type: list
@@ -80,17 +84,14 @@ import tarfile
 
 from ansible.module_utils.basic import AnsibleModule
 
-#: Wheels for these platforms run on every distribution that the project supports (glibc 2.28 and later).
-PLATFORMS = (
-    "manylinux_2_28_x86_64",
-    "manylinux_2_27_x86_64",
-    "manylinux_2_17_x86_64",
-    "manylinux2014_x86_64",
-    "manylinux1_x86_64",
-    "manylinux_2_5_x86_64",
-    "manylinux_2_12_x86_64",
-    "manylinux2010_x86_64",
-)
+
+def platforms(glibc):
+    """Return the platform tags of wheels that run on a glibc 2.``glibc`` and later, newest first."""
+    return [f"manylinux_2_{minor}_x86_64" for minor in range(glibc, 4, -1)] + [
+        "manylinux2014_x86_64",
+        "manylinux2010_x86_64",
+        "manylinux1_x86_64",
+    ]
 
 
 def find_uv():
@@ -98,7 +99,7 @@ def find_uv():
     return beside if os.access(beside, os.X_OK) else shutil.which("uv")
 
 
-def download(module, lock, wheels, python, find_links):
+def download(module, lock, wheels, python, glibc, find_links):
     argv = [
         sys.executable,
         "-m",
@@ -120,18 +121,18 @@ def download(module, lock, wheels, python, find_links):
         "cp" + python.replace(".", ""),
     ]
     argv += ["--abi", "abi3", "--abi", "none"]
-    for platform in PLATFORMS:
+    for platform in platforms(glibc):
         argv += ["--platform", platform]
     for link in [wheels, *find_links]:
         argv += ["--find-links", link]
     argv += ["--dest", wheels, "--requirement", lock]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         text = "\n".join(lines[-6:])
         network = "Temporary failure in name resolution" in done.stderr or "Connection" in done.stderr
         module.fail_json(
-            msg="the wheels of {} could not be collected: {}\n{}\nwheels that are there already are kept; run again to go on.".format(
+            msg="the wheels of {} could not be collected: {}\n{}\nWheels that are there are kept; run again.".format(
                 os.path.basename(lock), "no package index answers" if network else "pip says", text
             ),
             reason="no_index" if network else "download_failed",
@@ -145,6 +146,7 @@ def main():
             "cache": {"type": "path", "required": True},
             "digest": {"type": "str", "required": True},
             "python": {"type": "str", "required": True},
+            "glibc": {"type": "int", "default": 36},
             "find_links": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
@@ -163,7 +165,7 @@ def main():
     os.makedirs(os.path.dirname(packed), exist_ok=True)
     own = os.path.join(params["cache"], "wheelhouse", params["digest"] + ".d")
     os.makedirs(own, exist_ok=True)
-    download(module, params["lock"], own, params["python"], [wheels, *params["find_links"]])
+    download(module, params["lock"], own, params["python"], params["glibc"], [wheels, *params["find_links"]])
     partial = packed + ".part"
     with tarfile.open(partial, "w") as archive:
         for wheel in sorted(glob.glob(os.path.join(own, "*.whl"))):

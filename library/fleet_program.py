@@ -9,7 +9,8 @@ DOCUMENTATION = r"""
 module: fleet_program
 short_description: Pack the program vllm-fleet into one executable file
 description:
-  - Packs the package C(vllm_fleet) and C(pynvml.py) of the controller's C(nvidia-ml-py) into a zipapp. Runs on the controller.
+  - Packs the package C(vllm_fleet) and C(pynvml.py) of the controller's C(nvidia-ml-py) into a zipapp. Runs on the
+    controller.
   - The file depends on its inputs only, so an unchanged checkout gives the same bytes.
 version_added: "0.1.0"
 options:
@@ -27,7 +28,8 @@ options:
     default: /usr/bin/python3
 attributes:
   check_mode:
-    description: The file is a build product on the controller and is made in check mode too, so that the diff on a box is true.
+    description: The file is a build product on the controller and is made in check mode too, so that the diff on a box
+      is true.
     support: none
 author:
   - vllm-fleet contributors
@@ -104,8 +106,8 @@ def main():
     spec = importlib.util.find_spec("pynvml")
     if spec is None or not spec.origin or not spec.origin.endswith("pynvml.py"):
         module.fail_json(
-            msg="the controller's Python has no nvidia-ml-py (import name pynvml): found %s. Run make env, or pip install "
-            "--require-hashes -r requirements.lock." % (spec.origin if spec else "nothing"),
+            msg="the controller's Python has no nvidia-ml-py (import name pynvml): found %s. Run make env, or pip "
+            "install --require-hashes -r requirements.lock." % (spec.origin if spec else "nothing"),
             reason="no_nvidia_ml_py",
         )
     with open(spec.origin, "rb") as handle:

@@ -9,8 +9,8 @@ DOCUMENTATION = r"""
 module: lane_activate
 short_description: Flip lanes to their release and start them
 description:
-  - Points C(current) at the wanted release in one step, reads the units again, enables the unit and restarts it, for each lane that
-    needs it; a lane whose running process already comes from the wanted release is left alone.
+  - Points C(current) at the wanted release in one step, reads the units again, enables the unit and restarts it, for
+    each lane that needs it; a lane whose running process already comes from the wanted release is left alone.
   - Returns at once after the start was asked for; M(lane_ready) waits for the proof.
   - With O(state=previous) the last good release comes back.
 version_added: "0.1.0"
@@ -54,7 +54,8 @@ lanes:
   type: list
   elements: dict
   sample:
-    - {lane: main, before: 0f11aa22bb33, after: 8c0e1f2ab34d, restarted: true, reason: release_changed, log_offset: 4711}
+    - {lane: main, before: 0f11aa22bb33, after: 8c0e1f2ab34d, restarted: true, reason: release_changed, log_offset:
+      4711}
 before:
   description: Release that was current, by lane.
   returned: always

@@ -20,8 +20,8 @@ options:
     required: true
   restarted:
     description:
-      - What M(lane_activate) returned for the lanes that it restarted. The answer must come from a process started after
-        that, and the log is read from where it stood.
+      - What M(lane_activate) returned for the lanes that it restarted. The answer must come from a process started
+        after that, and the log is read from where it stood.
     type: list
     elements: dict
     default: []
@@ -54,7 +54,8 @@ lanes:
   type: list
   elements: dict
   sample:
-    - {lane: main, state: ready, phase: answering HTTP, elapsed_s: 31, pid: 4242, release: 8c0e1f2ab34d, engine: vllm-0.32.0-cpu,
+    - {lane: main, state: ready, phase: answering HTTP, elapsed_s: 31, pid: 4242, release: 8c0e1f2ab34d, engine:
+      vllm-0.32.0-cpu,
        address: "10.0.0.2:8000", gpus: "0,2,1,3", message: 1 token(s) by tiny}
 """
 

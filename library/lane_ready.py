@@ -9,8 +9,8 @@ DOCUMENTATION = r"""
 module: lane_ready
 short_description: Wait until the lanes of a box have answered a completion
 description:
-  - Asks M(lane_probe) until each lane is ready, and prints the engine's phase and the time whenever the phase changes and
-    every ten seconds. Fails as soon as a lane has failed, with the engine's own last error lines.
+  - Asks M(lane_probe) until each lane is ready, and prints the engine's phase and the time whenever the phase changes
+    and every ten seconds. Fails as soon as a lane has failed, with the engine's own last error lines.
   - Runs on the controller; one remote call when everything is ready already.
 version_added: "0.1.0"
 options:

@@ -9,8 +9,8 @@ DOCUMENTATION = r"""
 module: lane_release
 short_description: Render the releases of a box's lanes beside the running ones
 description:
-  - Writes one release directory for each lane, the template unit, the drop-in links, the log files and the key files, and
-    touches no process. M(lane_activate) makes a release the current one.
+  - Writes one release directory for each lane, the template unit, the drop-in links, the log files and the key files,
+    and touches no process. M(lane_activate) makes a release the current one.
   - A release is named after its content, so an unchanged lane gives the release that is there already.
 version_added: "0.1.0"
 options:
@@ -32,7 +32,8 @@ options:
     type: int
     default: 5
   keys:
-    description: API key of each lane that has one, by lane name. Written to the lane's C(api_key_file), mode 0600, owner root.
+    description: API key of each lane that has one, by lane name. Written to the lane's C(api_key_file), mode 0600,
+      owner root.
     type: dict
     default: {}
   bindings:
@@ -68,7 +69,8 @@ lanes:
   type: list
   elements: dict
   sample:
-    - {lane: main, release: 8c0e1f2ab34d, current: 0f11aa22bb33, flip: true, path: /etc/vllm-fleet/lanes/main/releases/8c0e1f2ab34d}
+    - {lane: main, release: 8c0e1f2ab34d, current: 0f11aa22bb33, flip: true, path:
+      /etc/vllm-fleet/lanes/main/releases/8c0e1f2ab34d}
 before:
   description: Current release of each lane, V(absent) when there is none.
   returned: always
