@@ -3,7 +3,6 @@
  * The file is $NVML_SIM_FACTS, or /etc/nvml-sim/facts.json: the topology facts of docs/architecture.md (schema 1)
  * plus the fields of README.md here. It is read again whenever NVML is initialised, so an edit acts at once.
  * A value that is null or left out is answered with NVML_ERROR_NOT_SUPPORTED, as a real card answers. */
-#define _GNU_SOURCE
 #include <stdint.h>
 #include <time.h>
 
