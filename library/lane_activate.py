@@ -54,8 +54,8 @@ lanes:
   type: list
   elements: dict
   sample:
-    - {lane: main, before: 0f11aa22bb33, after: 8c0e1f2ab34d, restarted: true, reason: release_changed, log_offset:
-      4711}
+    - {lane: main, before: 0f11aa22bb33, after: 8c0e1f2ab34d, restarted: true, reason: release_changed,
+       log_offset: 4711}
 before:
   description: Release that was current, by lane.
   returned: always

@@ -54,9 +54,8 @@ lanes:
   type: list
   elements: dict
   sample:
-    - {lane: main, state: ready, phase: answering HTTP, elapsed_s: 31, pid: 4242, release: 8c0e1f2ab34d, engine:
-      vllm-0.32.0-cpu,
-       address: "10.0.0.2:8000", gpus: "0,2,1,3", message: 1 token(s) by tiny}
+    - {lane: main, state: ready, phase: answering HTTP, elapsed_s: 31, pid: 4242, release: 8c0e1f2ab34d,
+       engine: vllm-0.32.0-cpu, address: "10.0.0.2:8000", gpus: "0,2,1,3", message: 1 token(s) by tiny}
 """
 
 import os

@@ -69,8 +69,8 @@ lanes:
   type: list
   elements: dict
   sample:
-    - {lane: main, release: 8c0e1f2ab34d, current: 0f11aa22bb33, flip: true, path:
-      /etc/vllm-fleet/lanes/main/releases/8c0e1f2ab34d}
+    - {lane: main, release: 8c0e1f2ab34d, current: 0f11aa22bb33, flip: true,
+       path: /etc/vllm-fleet/lanes/main/releases/8c0e1f2ab34d}
 before:
   description: Current release of each lane, V(absent) when there is none.
   returned: always
