@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import time
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set
 
-from . import checks, journal, render, runtime_env, topology, verdict, verdict_store
+from . import checks, journal, render, runtime_env, topology, verdict_store
 from .errors import FleetError, RefusedError
 from .facts import collect, host, ports
 from .files import read_json, write_atomic
@@ -38,58 +38,84 @@ Lane = Mapping[str, Any]
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
 
-def live_facts(lane: str, root: str = "/", timeout: float = 20.0, read: Optional[Reader] = None) -> Dict[str, Any]:
-    """Return this box's facts as a start of the lane finds them: with the verdict that is valid, without the lane's own
-    processes, which end before it starts again."""
+def live_facts(
+    lanes: Sequence[str], root: str = "/", timeout: float = 20.0, read: Optional[Reader] = None
+) -> Dict[str, Any]:
+    """Return this box's facts as a start of these lanes finds them: without their own processes, which end before."""
     facts = read() if read else collect.read(timeout=timeout, root=root)
-    facts["p2p_verdict"] = verdict.for_facts(verdict_store.load(root), facts)
     pids = [entry["pid"] for gpu in facts["gpus"] or [] for entry in gpu["processes"] or []]
     processes = {str(pid): ports.process(pid, root) for pid in pids}
-    return gather.own_processes_removed(facts, processes, lane) or facts
+    for lane in lanes:
+        facts = gather.own_processes_removed(facts, processes, lane) or facts
+    return facts
 
 
-def owned_by_others(lane: str, root: str = "/") -> List[str]:
-    """Return the GPUs that the box's other lanes own: those they name, and those of their last decision."""
+def claims(lane: Lane, decision: Optional[Mapping[str, Any]]) -> List[str]:
+    """Return the GPUs that a lane owns: those that it names, else those of its decision, if that was no refusal."""
+    policy = lane["policy"]
+    if not policy.get("enabled", True):
+        return []
+    caller = str((policy.get("caller_env") or {}).get("CUDA_VISIBLE_DEVICES", ""))
+    named = policy.get("gpus") or [word.strip() for word in caller.split(",") if word.strip()]
+    if not named and decision and not refused(decision):
+        named = decision.get("lane") or []
+    return [str(gpu) for gpu in named]
+
+
+def owned_by_others(lane: str, root: str = "/", besides: Sequence[str] = ()) -> List[str]:
+    """Return the GPUs that the other lanes installed on this box own, leaving out the lanes in ``besides``."""
     owned: List[str] = []
     for other in names(root):
-        if other == lane:
+        if other == lane or other in besides:
             continue
         try:
-            data = load(other, root)
+            owned += claims(load(other, root), stored(other, root))
         except FleetError as error:
             journal.say(f"lane {lane}: the GPUs of lane {other} are not known: {error.one_line()}", "warning")
-            continue
-        if not data["policy"].get("enabled", True):
-            continue
-        owned += [str(gpu) for gpu in data["policy"].get("gpus") or []]
-        decision = stored(other, root)
-        if decision and decision.get("status") in ("selected", "fixed"):
-            owned += [str(gpu) for gpu in decision.get("lane") or []]
-    return list(dict.fromkeys(owned))
+    return owned
 
 
-def decide(lane: Lane, facts: Dict[str, Any], root: str = "/") -> Dict[str, Any]:
-    """Return the lane's decision on these facts; GPUs of other lanes are out of reach.
+def decide(lane: Lane, facts: Dict[str, Any], owned: Sequence[str]) -> Dict[str, Any]:
+    """Return the lane's decision on these facts; GPUs that other lanes own are out of reach.
 
     :raises UsageError: ``bad_facts`` or ``bad_policy``.
     """
     policy = {name: value for name, value in lane["policy"].items() if name != "enabled"}
-    policy["exclude"] = list(dict.fromkeys([*(policy.get("exclude") or []), *owned_by_others(lane["lane"], root)]))
+    policy["exclude"] = list(dict.fromkeys([*(policy.get("exclude") or []), *owned]))
     decision: Dict[str, Any] = topology.decide(facts, policy)
     return decision
+
+
+def decide_all(lanes: Sequence[Lane], facts: Dict[str, Any], root: str = "/") -> Dict[str, Dict[str, Any]]:
+    """Return the decisions of lanes that are about to be installed together, by name; lanes without GPUs have none.
+
+    Each lane leaves alone what the others of the list name or have been given, and what further lanes of the box own.
+    """
+    together = [lane["lane"] for lane in lanes]
+    decisions: Dict[str, Dict[str, Any]] = {}
+    for lane in lanes:
+        if not lane["policy"].get("enabled", True):
+            continue
+        owned = owned_by_others(lane["lane"], root, together)
+        for other in lanes:
+            if other is not lane:
+                owned += claims(other, decisions.get(other["lane"]))
+        decisions[lane["lane"]] = decide(lane, facts, owned)
+    return decisions
 
 
 def stored(lane: str, root: str = "/") -> Optional[Dict[str, Any]]:
     """Return the lane's last decision; ``None`` without one, or when the file is damaged."""
     try:
-        decision = read_json(under_decisions(f"{lane}.json", root), "decision")
+        decision = read_json(decision_path(lane, root), "decision")
     except FleetError:
         return None
-    return decision if isinstance(decision, dict) else None
+    return decision if isinstance(decision, dict) and isinstance(decision.get("status"), str) else None
 
 
-def under_decisions(name: str, root: str = "/") -> str:
-    return host.under(root, f"{DECISIONS}/{name}")
+def decision_path(lane: str, root: str = "/") -> str:
+    """Return the file that keeps a lane's last decision."""
+    return host.under(root, f"{DECISIONS}/{lane}.json")
 
 
 def keep(lane: str, decision: Mapping[str, Any], root: str = "/", now: Optional[float] = None) -> bool:
@@ -97,11 +123,11 @@ def keep(lane: str, decision: Mapping[str, Any], root: str = "/", now: Optional[
 
     ``<lane>.json`` is the decision; ``<lane>.history.json`` a list of ``{"time", "decision"}``, newest last.
     """
-    os.makedirs(under_decisions("", root), mode=0o755, exist_ok=True)
+    os.makedirs(host.under(root, DECISIONS), mode=0o755, exist_ok=True)
     text = json.dumps(decision, indent=1, sort_keys=True) + "\n"
-    if not write_atomic(under_decisions(f"{lane}.json", root), text.encode(), mode=0o644):
+    if not write_atomic(decision_path(lane, root), text.encode(), mode=0o644):
         return False
-    where = under_decisions(f"{lane}.history.json", root)
+    where = host.under(root, f"{DECISIONS}/{lane}.history.json")
     try:
         history = read_json(where, "decision history")
     except FleetError:
@@ -233,8 +259,8 @@ def check(lane: str, root: str = "/", read: Optional[Reader] = None, timeout: fl
     facts: Optional[Dict[str, Any]] = None
     with box_lock(root):
         if data["policy"].get("enabled", True):
-            facts = live_facts(lane, root, timeout, read)
-            outcome["decision"] = decide(data, facts, root)
+            facts = live_facts([lane], root, timeout, read)
+            outcome["decision"] = decide(data, facts, owned_by_others(lane, root))
             keep(lane, outcome["decision"], root)
         if not refused(outcome["decision"]):
             _write_environment(data, facts, outcome, root)

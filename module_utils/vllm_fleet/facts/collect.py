@@ -23,6 +23,7 @@ import signal
 import time
 from typing import Any, Callable, Dict, List, Optional
 
+from .. import verdict, verdict_store
 from . import corex, nvml, sysfs
 from .host import under
 
@@ -44,7 +45,9 @@ def read(timeout: float = 20.0, root: str = "/") -> Dict[str, Any]:
         if time.monotonic() - started < timeout:
             status, message = "nvml_error", f"the process that asked the {vendor} driver died"
         answer = {"status": status, "message": message, "driver": {}, "gpus": None, "pairs": [], "cards": []}
-    return assemble(vendor, answer, root)
+    facts = assemble(vendor, answer, root)
+    facts["p2p_verdict"] = verdict.for_facts(verdict_store.load(root), facts)
+    return facts
 
 
 def find_vendor(root: str = "/") -> str:
