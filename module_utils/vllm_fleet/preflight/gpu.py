@@ -207,8 +207,8 @@ def gpu_processes(lane: Lane, box: Box) -> List[Finding]:
     applies=lambda lane: with_gpu(lane) and bool(_budget_wanted(lane)),
 )
 def gpu_memory(lane: Lane, box: Box) -> List[Finding]:
-    """Each GPU of the lane has its budget *free*: what the profile names, and ``--gpu-memory-utilization`` times what the
-    driver calls the total, which is less than the card's label. Memory of the lane's own processes counts as free."""
+    """Each GPU of the lane has its budget *free*: what the profile names, and ``--gpu-memory-utilization`` times the
+    driver's total, which is less than the card's label. Memory of the lane's own processes counts as free."""
     gpus = lane_gpus(lane, box)
     utilization = options(lane).get("--gpu-memory-utilization", "")
     findings = []
@@ -250,7 +250,7 @@ def _is_fraction(text: str) -> bool:
     applies=with_nvidia,
 )
 def display(lane: Lane, box: Box) -> List[Finding]:
-    """No display is attached to the lane's GPUs; a desktop takes some hundred MiB of one card, and not always the same."""
+    """No display is attached to the lane's GPUs; a desktop takes some hundred MiB of a card."""
     gpus = lane_gpus(lane, box)
     attached = [_title(gpu) for gpu in gpus if gpu.get("display")]
     if attached:

@@ -54,9 +54,9 @@ def memory(lane: Lane, box: Box) -> List[Finding]:
     "shared_memory",
     {
         "shm_ok": ok("enough of /dev/shm is available"),
-        "shm_too_small": fail("/dev/shm is smaller than the profile needs"),
-        "shm_occupied": fail("/dev/shm is large enough but too little of it is available"),
-        "shm_unknown": unknown("/dev/shm could not be measured"),
+        "shm_too_small": fail("shared memory is smaller than the profile needs"),
+        "shm_occupied": fail("shared memory is large enough but too little of it is available"),
+        "shm_unknown": unknown("the shared memory could not be measured"),
     },
     applies=lambda lane: bool(lane["needs"].get("shm_kib")),
 )
@@ -65,7 +65,7 @@ def shared_memory(lane: Lane, box: Box) -> List[Finding]:
     runs through it; segments that a dead engine left count as used."""
     shm, need = box["shared_memory"], lane["needs"]["shm_kib"]
     if shm is None:
-        return [Finding("shm_unknown", "/dev/shm could not be measured")]
+        return [Finding("shm_unknown", "the size of /dev/shm could not be measured")]
     text = f"{_gib(shm['available_kib'])} of {_gib(shm['total_kib'])} available in /dev/shm"
     if shm["total_kib"] < need:
         fix = (

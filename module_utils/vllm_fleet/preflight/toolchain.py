@@ -148,8 +148,8 @@ def nvcc(lane: Lane, box: Box) -> List[Finding]:
     applies=with_cuda_toolchain,
 )
 def nvcc_driver(lane: Lane, box: Box) -> List[Finding]:
-    """nvcc's CUDA release is not newer than the driver's, compared as numbers; otherwise the driver rejects the compiled
-    kernels (error 222, unsupported toolchain) minutes into the start."""
+    """nvcc's CUDA release is not newer than the driver's, compared as numbers; otherwise the driver rejects the
+    compiled kernels (error 222, unsupported toolchain) minutes into the start."""
     release, driver = box["toolchain"]["nvcc"]["release"], box["driver_cuda"]
     if release is None or driver is None:
         return [
