@@ -119,23 +119,32 @@ def decision_path(lane: str, root: str = "/") -> str:
 
 
 def keep(lane: str, decision: Mapping[str, Any], root: str = "/", now: Optional[float] = None) -> bool:
-    """Store a decision, and add it to the lane's bounded history when it differs from the last; return whether it did.
+    """Keep a decision; return whether the lane's last one was another.
 
-    ``<lane>.json`` is the decision; ``<lane>.history.json`` a list of ``{"time", "decision"}``, newest last.
+    ``<lane>.json`` is the last decision that was no refusal: a lane that can't start for the moment still owns its GPUs.
+    ``<lane>.history.json`` is a bounded list of ``{"time", "decision"}``, refusals included, newest last.
     """
     os.makedirs(host.under(root, DECISIONS), mode=0o755, exist_ok=True)
-    text = json.dumps(decision, indent=1, sort_keys=True) + "\n"
-    if not write_atomic(decision_path(lane, root), text.encode(), mode=0o644):
+    if not refused(decision):
+        text = json.dumps(decision, indent=1, sort_keys=True) + "\n"
+        write_atomic(decision_path(lane, root), text.encode(), mode=0o644)
+    past = history(lane, root)
+    if past and past[-1].get("decision") == decision:
         return False
-    where = host.under(root, f"{DECISIONS}/{lane}.history.json")
-    try:
-        history = read_json(where, "decision history")
-    except FleetError:
-        history = []
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
-    history = [*(history if isinstance(history, list) else []), {"time": when, "decision": decision}][-HISTORY:]
-    write_atomic(where, (json.dumps(history, indent=1, sort_keys=True) + "\n").encode(), mode=0o644)
+    past = [*past, {"time": when, "decision": dict(decision)}][-HISTORY:]
+    text = json.dumps(past, indent=1, sort_keys=True) + "\n"
+    write_atomic(host.under(root, f"{DECISIONS}/{lane}.history.json"), text.encode(), mode=0o644)
     return True
+
+
+def history(lane: str, root: str = "/") -> List[Dict[str, Any]]:
+    """Return the lane's past decisions, newest last; empty when there are none or the file is damaged."""
+    try:
+        past = read_json(host.under(root, f"{DECISIONS}/{lane}.history.json"), "decision history")
+    except FleetError:
+        return []
+    return [entry for entry in past if isinstance(entry, dict)] if isinstance(past, list) else []
 
 
 # ---- the runtime environment -----------------------------------------------------------------------------------------

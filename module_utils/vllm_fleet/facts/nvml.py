@@ -204,7 +204,7 @@ def _read_cards(nvml: Any, count: int, outcome: Dict[str, Any]) -> None:
     for index, (gpu, extra) in enumerate(zip(gpus, outcome["cards"])):
         gpu["index"] = extra["index"] = index
     outcome["pairs"] = _pairs(cards, gpus)
-    for card, gpu in zip(cards, gpus):  # last: the pair calls can lose a card too
+    for card, gpu in zip(cards, gpus):  # last: a card can be lost while its links are read
         gpu["health"] = card.health(gpu["uuid"])
     outcome["gpus"] = gpus
 
@@ -360,7 +360,10 @@ def _pairs(cards: Sequence[_Card], gpus: Sequence[Dict[str, Any]]) -> List[Dict[
 
 
 def _ask_pair(one: _Card, other: _Card, name: str, *args: Any) -> Any:
-    return None if other.handle is None else one.ask(name, other.handle, *args)
+    """Call NVML for a pair. Its errors are nobody's: GPU_IS_LOST does not say which of the two is lost."""
+    if one.handle is None or other.handle is None:
+        return None
+    return _guard(one.nvml, name, one.handle, other.handle, *args)
 
 
 def _p2p(one: _Card, other: _Card, what: int) -> str:
