@@ -108,9 +108,8 @@ reason:
 import socket
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.vllm_fleet import checks
+from ansible.module_utils.vllm_fleet import checks, start
 from ansible.module_utils.vllm_fleet.errors import FleetError
-from ansible.module_utils.vllm_fleet.facts import collect
 from ansible.module_utils.vllm_fleet.preflight import gather, report
 from ansible.module_utils.vllm_fleet.preflight import run as preflight
 
@@ -136,11 +135,21 @@ def examine(module):
     unheard_of = sorted(set(params["defer"]) - set(preflight.known_checks()))
     if unheard_of:
         module.fail_json(msg=f"defer names no check: {', '.join(unheard_of)}", reason="unknown_check")
-    facts = collect.read(timeout=params["driver_timeout"]) if preflight.gpus_wanted(lanes) else None
-    common = gather.read_box(facts=facts, gpus=False)
+    facts, decisions = None, {}
+    if preflight.gpus_wanted(lanes):
+        facts = start.live_facts([lane["lane"] for lane in lanes], timeout=params["driver_timeout"])
+        decisions = start.decide_all(lanes, facts)
+    common = gather.read_box(facts)
     outcome = []
     for lane in lanes:
-        box = gather.read_lane(lane, common, user=params["user"], hashing=params["hashing"], dry_run=module.check_mode)
+        box = gather.read_lane(
+            lane,
+            common,
+            decision=decisions.get(lane["lane"]),
+            user=params["user"],
+            hashing=params["hashing"],
+            dry_run=module.check_mode,
+        )
         verdicts = preflight.evaluate(lane, box, skip=params["defer"], dry_run=module.check_mode)
         outcome.append((lane["lane"], verdicts))
     return outcome

@@ -160,7 +160,7 @@ BOX: Dict[str, Any] = {
         "nvcc": {"path": CUDA + "/bin/nvcc", "release": [13, 0], "output": ""},
         "cudart": {"path": CUDA + "/lib64/libcudart.so", "state": "ok"},
         "gcc_limit": 15,
-        "compile": {"state": "ok", "output": ""},
+        "compile": {"state": "ok", "output": "", "user": "vllm"},
     },
     "results": [],
 }

@@ -6,9 +6,8 @@ import argparse
 import os
 import sys
 
-from .. import checks
+from .. import checks, start
 from ..errors import UsageError
-from ..facts import collect
 from ..preflight import report, run_lane
 from ..preflight.run import gpus_wanted, load, names
 
@@ -25,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("no_lanes", "no lane is installed on this box")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     loaded = {name: load(name) for name in lanes}
-    facts = collect.read() if gpus_wanted(loaded.values()) else None
+    facts = start.live_facts(lanes) if gpus_wanted(loaded.values()) else None
     worst = 0
     for name, data in loaded.items():
         results = run_lane(name, facts=facts, lane_data=data)

@@ -35,7 +35,7 @@ def read(
 
     Returns ``{"cuda_home", "cuda_home_source": "environment|venv|system|none", "cc", "cxx", "ninja": path or None,
     "compiler": {"family", "major"}, "python_header": path or None, "nvcc": {"path", "release", "output"},
-    "cudart": {"path", "state": "ok|missing|dangling"}, "gcc_limit", "compile": {"state", "output"}}``.
+    "cudart": {"path", "state": "ok|missing|dangling"}, "gcc_limit", "compile": {"state", "output", "user"}}``.
 
     :param execute: run the tools; without it (below another root) what only they can say stays ``None``.
     """
@@ -57,7 +57,7 @@ def read(
         "nvcc": {"path": None, "release": None, "output": ""},
         "cudart": {"path": None, "state": "missing"},
         "gcc_limit": None,
-        "compile": {"state": "not_run", "output": ""},
+        "compile": {"state": "not_run", "output": "", "user": None},
     }
     if home:
         nvcc = os.path.join(home, "bin/nvcc")
@@ -80,7 +80,7 @@ def read(
     if include and os.path.isfile(os.path.join(include, "Python.h")):
         facts["python_header"] = os.path.join(include, "Python.h")
     if facts["cxx"] and facts["python_header"]:
-        facts["compile"] = _compile(facts, runner, env)
+        facts["compile"] = dict(_compile(facts, runner, env), user=runner["name"] if runner else None)
     return facts
 
 

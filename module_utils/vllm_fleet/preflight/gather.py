@@ -7,7 +7,7 @@ import os
 from typing import Any, Dict, List, Optional
 
 from .. import checkpoint_pass, checks
-from ..facts import checkpoint_dir, collect, engine_dir, host, ports, toolchain
+from ..facts import checkpoint_dir, engine_dir, host, ports, toolchain
 from .registry import Box, Lane, with_gpu, with_toolchain
 from .serving import in_unit
 
@@ -15,14 +15,8 @@ SERVICE_USER = "vllm"
 CACHE = "/var/cache/vllm-fleet"
 
 
-def read_box(root: str = "/", facts: Optional[Dict[str, Any]] = None, gpus: bool = True) -> Dict[str, Any]:
-    """Read what is the same for every lane of a box.
-
-    :param facts: topology facts (schema 1) when the caller has read them already.
-    :param gpus: read them otherwise; a box of lanes without GPUs never asks a driver.
-    """
-    if facts is None and gpus:
-        facts = collect.read(root=root)
+def read_box(facts: Optional[Dict[str, Any]], root: str = "/") -> Dict[str, Any]:
+    """Read what is the same for every lane of a box; ``facts`` are its topology facts (schema 1), if it has any."""
     modules = host.read_text(host.under(root, "/proc/modules"))
     return {
         "topology": facts,
@@ -46,7 +40,7 @@ def read_lane(
 ) -> Box:
     """Read what one lane's checks need, in addition to :func:`read_box`.
 
-    :param decision: the lane's topology decision when the caller has made it already.
+    :param decision: the lane's topology decision, ``None`` for a lane without GPUs.
     :param execute: run compilers and the venv's interpreter (not below another root).
     :param hashing: read the engine's build products.
     :param dry_run: nothing is installed yet; what is absent is unknown.
@@ -62,8 +56,6 @@ def read_lane(
     box["driver_cuda"] = ((facts or {}).get("driver") or {}).get("cuda")
     box["persistence"] = _persistence(facts)
     box["decision"] = decision
-    if decision is None and box["topology"] is not None:
-        box["decision"] = decide(lane, box["topology"], root)
     box["memory"] = host.memory(root, f"vllm@{lane['lane']}.service")
     box["user_name"], box["user"] = user, account
     box["cache"] = host.filesystem(cache, root)
@@ -119,14 +111,6 @@ def own_processes_removed(
             alone = None in sizes and not gpu["processes"]
             gpu["memory_used_mib"] = 0 if alone else max(0, gpu["memory_used_mib"] - known)
     return facts
-
-
-def decide(lane: Lane, facts: Dict[str, Any], root: str = "/") -> Dict[str, Any]:
-    """Make the lane's topology decision as a start would: with the valid verdict, without the GPUs of other lanes."""
-    from .. import start, verdict, verdict_store
-
-    facts = dict(facts, p2p_verdict=verdict.for_facts(verdict_store.load(root), facts))
-    return start.decide(lane, facts, root)
 
 
 def _persistence(facts: Optional[Dict[str, Any]]) -> Dict[str, Any]:

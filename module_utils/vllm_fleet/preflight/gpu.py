@@ -78,8 +78,8 @@ def topology(lane: Lane, box: Box) -> List[Finding]:
         return [Finding("topology_unknown", "no decision was made")]
     if decision["status"] == "refused":
         reason = "topology_refused" if (box["topology"] or {}).get("gpus") is not None else "topology_refused_unread"
-        fix = f"vllm-fleet topology shows the candidates; correct the policy of lane {lane['lane']} or the box"
-        return [Finding(reason, f"{decision['reason']}: {decision.get('message', '')}", "", fix)]
+        text, _, fix = str(decision.get("message", "")).partition(" Fix: ")
+        return [Finding(reason, f"{decision['reason']}: {text}", "", fix or "correct the lane's policy or the box")]
     noted = [item for item in decision.get("warnings") or [] if item["code"] != "display_attached"]
     if noted:
         return [Finding("topology_doubt", f"{item['code']}: {item['message']}") for item in noted]

@@ -11,7 +11,7 @@ from ..facts.host import under
 from ..files import read_json
 from . import engine, gather, gpu, host, serving, toolchain  # noqa: F401 - importing them registers their checks
 from .delegated import DELEGATED
-from .registry import CHECKS, Box, Lane, severity
+from .registry import CHECKS, Box, Lane, severity, with_gpu
 
 LANES = "/etc/vllm-fleet/lanes"
 NOT_YET = "not_yet_installed"
@@ -129,14 +129,21 @@ def run_lane(
     """Check a lane on this box and return all results.
 
     :param lane: the lane's name; its current release is read unless ``lane_data`` is given.
-    :param facts: topology facts (schema 1), read from the hardware when left out.
+    :param facts: topology facts (schema 1) without the lane's own processes, read from the hardware when left out.
     :param decision: the topology decision on those facts, made here when left out.
     :param boot: a start of the unit: the results are stored, and what did not pass is written to the journal.
     :param hashing: verify the engine's build products.
     :raises UsageError: for a lane that is unknown or malformed.
     """
     data = load(lane, root) if lane_data is None else validated(lane_data, f"lane {lane}")
-    common = gather.read_box(root, facts, gpus=gpus_wanted([data]))
+    if with_gpu(data):
+        # imported here: the start check runs this function, and owns the rules of who may use which GPU
+        from .. import start
+
+        facts = facts if facts is not None else start.live_facts([lane], root)
+        if decision is None:
+            decision = start.decide(data, facts, start.owned_by_others(lane, root))
+    common = gather.read_box(facts, root)
     box = gather.read_lane(data, common, decision=decision, root=root, execute=root == "/", hashing=hashing)
     results = [verdict.result for verdict in evaluate(data, box)]
     if boot:
@@ -153,8 +160,6 @@ def known_checks() -> List[str]:
 
 def gpus_wanted(lanes: Iterable[Lane]) -> bool:
     """Return whether any of the lanes owns GPUs."""
-    from .registry import with_gpu
-
     return any(with_gpu(lane) for lane in lanes)
 
 

@@ -222,10 +222,16 @@ def compile_and_link(lane: Lane, box: Box) -> List[Finding]:
     """A five-line program compiles and links as the service user in the unit's environment, against the venv's Python
     headers and, when the toolkit is there, against the CUDA runtime library."""
     outcome = box["toolchain"]["compile"]
+    who = f"as {outcome['user']}" if outcome["user"] else f"as another user ({box['user_name']} could not be used)"
     if outcome["state"] == "failed":
         return [
-            Finding("compile_failed", outcome["output"], "a working compiler and linker", "read the compiler's message")
+            Finding(
+                "compile_failed",
+                f"{outcome['output']} ({who})",
+                "a working compiler and linker",
+                "read the compiler's message",
+            )
         ]
     if outcome["state"] != "ok":
         return [Finding("compile_not_run", outcome["output"] or "the compiler or the headers are missing")]
-    return [Finding("compile_ok", "a small program compiles and links as the service user")]
+    return [Finding("compile_ok", f"a small program compiles and links {who}")]
