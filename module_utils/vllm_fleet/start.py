@@ -11,10 +11,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set
 
-from . import checks, journal, render, runtime_env, topology, verdict_store
+from . import checks, journal, release, render, runtime_env, topology, verdict_store
 from .errors import FleetError, RefusedError
 from .facts import collect, host, ports
 from .files import read_json, write_atomic
@@ -25,6 +26,9 @@ DECISIONS = "/var/lib/vllm-fleet/decisions"
 CACHE = "/var/cache/vllm-fleet"
 RUN = "/run/vllm-fleet"
 SERVICE_USER = "vllm"
+
+#: what an API key may be made of: the characters of a bearer token (RFC 6750)
+KEY = re.compile(r"[A-Za-z0-9._~+/=-]{1,512}")
 
 #: how many different decisions of a lane are kept
 HISTORY = 20
@@ -121,7 +125,7 @@ def decision_path(lane: str, root: str = "/") -> str:
 def keep(lane: str, decision: Mapping[str, Any], root: str = "/", now: Optional[float] = None) -> bool:
     """Keep a decision; return whether the lane's last one was another.
 
-    ``<lane>.json`` is the last decision that was no refusal: a lane that can't start for the moment still owns its GPUs.
+    ``<lane>.json`` is the last decision that was no refusal: a lane that can't start just now still owns its GPUs.
     ``<lane>.history.json`` is a bounded list of ``{"time", "decision"}``, refusals included, newest last.
     """
     os.makedirs(host.under(root, DECISIONS), mode=0o755, exist_ok=True)
@@ -294,3 +298,36 @@ def _write_environment(lane: Lane, facts: Optional[Dict[str, Any]], outcome: Dic
     os.makedirs(directory, mode=0o755, exist_ok=True)
     write_atomic(os.path.join(directory, "runtime.env"), text.encode(), mode=0o644)
     outcome["runtime_env"] = runtime_env.parse(text)
+    # What this process was started from: a play that was cut off between the flip and the restart sees it here.
+    current = os.path.realpath(host.under(root, f"{release.LANES}/{lane['lane']}/current"))
+    write_atomic(os.path.join(directory, "release"), (os.path.basename(current) + "\n").encode(), mode=0o644)
+    _write_secret(lane, os.path.join(directory, "secret.env"), root)
+
+
+def _write_secret(lane: Lane, path: str, root: str) -> None:
+    """Hand the API key over as an environment file that only root reads; systemd is root when it opens it.
+
+    :raises RefusedError: ``key_missing``, ``key_readable_by_others`` or ``bad_key``.
+    """
+    source = lane.get("api_key_file")
+    if not source:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    try:
+        with open(host.under(root, source), encoding="utf-8") as handle:
+            mode = os.fstat(handle.fileno()).st_mode
+            key = handle.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RefusedError("key_missing", f"the API key file {source} cannot be read: {error}") from None
+    if mode & 0o077:
+        raise RefusedError(
+            "key_readable_by_others",
+            f"the API key file {source} has mode {mode & 0o7777:04o}, expected 0600",
+            f"chmod 600 {source}",
+        )
+    if not KEY.fullmatch(key):
+        raise RefusedError(
+            "bad_key", f"the API key in {source} is empty or holds other than letters, digits and ._~+/=-"
+        )
+    write_atomic(path, f"VLLM_API_KEY={key}\n".encode(), mode=0o600)
