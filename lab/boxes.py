@@ -34,6 +34,8 @@ CLIENT_KEY = STATE / "keys" / "id_ed25519"
 APT_POOL = CACHE / "apt"
 #: where Ansible keeps its connections to the boxes open; the inventory names the same path
 CONTROL_PATH = "~/.ansible/cp/lab-%C"
+#: where podman's monitors leave the exit status of a container
+EXITS = Path("/run/libpod/exits")
 BOOT_DEADLINE_S = 90
 
 
@@ -126,13 +128,15 @@ def api_key_file(box: str, lane: str) -> Path:
 # --- network ----------------------------------------------------------------------------------------------------
 
 
-def free_subnet(taken: list[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
-    """Return the first 10.89.N.0/24 that overlaps nothing in ``taken``.
+def free_subnet(taken: list[ipaddress.IPv4Network], first: int = 0) -> ipaddress.IPv4Network:
+    """Return a 10.89.N.0/24 that overlaps nothing in ``taken``.
 
+    :param first: where among the candidates to begin.
     :raises LabError: all of them are taken.
     """
-    for third in range(64, 251):
-        subnet = ipaddress.IPv4Network(f"10.89.{third}.0/24")
+    candidates = [ipaddress.IPv4Network(f"10.89.{third}.0/24") for third in range(64, 251)]
+    for number in range(len(candidates)):
+        subnet = candidates[(first + number) % len(candidates)]
         if not any(subnet.overlaps(other) for other in taken):
             return subnet
     raise LabError("no free network in 10.89.64.0 to 10.89.250.255 for the lab. Fix: podman network prune")
@@ -148,7 +152,7 @@ def _taken_subnets() -> list[ipaddress.IPv4Network]:
     return taken
 
 
-def ensure_network() -> ipaddress.IPv4Network:
+def ensure_network(first: int = 0) -> ipaddress.IPv4Network:
     """Return the lab network's subnet, after making the network when it is not there or unreadable."""
     found = run(["podman", "network", "inspect", NETWORK], root=True, check=False)
     if found.returncode == 0:
@@ -156,19 +160,24 @@ def ensure_network() -> ipaddress.IPv4Network:
             return ipaddress.IPv4Network(json.loads(found.stdout)[0]["subnets"][0]["subnet"])
         except (ValueError, KeyError, IndexError, TypeError):
             podman("network", "rm", "-f", NETWORK, check=False)
-    subnet = free_subnet(_taken_subnets())
+    subnet = free_subnet(_taken_subnets(), first)
     podman("network", "create", f"--subnet={subnet}", f"--label={LABEL}={ROOT}", NETWORK)
     return subnet
 
 
-def _address(spec: BoxSpec, subnet: ipaddress.IPv4Network, boxes: dict[str, Box]) -> str:
-    if spec.host_number is not None:
-        return str(subnet[spec.host_number])
+def _address(spec: BoxSpec, subnet: ipaddress.IPv4Network, boxes: dict[str, Box], other: bool) -> str:
+    """Return the box's address: the one it has, else its usual one, else any free one.
+
+    :param other: take another one than those, because a lease that podman kept may block them.
+    """
+    used = {box.address for name, box in boxes.items() if name != spec.name}
     known = boxes.get(spec.name)
-    if known and ipaddress.IPv4Address(known.address) in subnet:
+    if not other and known and ipaddress.IPv4Address(known.address) in subnet:
         return known.address
-    used = {box.address for box in boxes.values()}
-    return next(str(subnet[number]) for number in range(100, 250) if str(subnet[number]) not in used)
+    if not other and spec.host_number is not None:
+        return str(subnet[spec.host_number])
+    free = [str(subnet[number]) for number in range(100, 250) if str(subnet[number]) not in used]
+    return secrets.choice(free)
 
 
 # --- containers -------------------------------------------------------------------------------------------------
@@ -285,39 +294,50 @@ def _close_connections(name: str) -> None:
 def _remove(container: str) -> None:
     """Remove a container whatever state it is in."""
     _close_connections(container.removeprefix(f"{PREFIX}-"))
-    podman("rm", "-f", "-t", "2", container, check=False)
-    if _inspect(container) is not None:
+    for _ in range(3):
+        podman("rm", "-f", "-t", "2", container, check=False)
+        if run(["podman", "container", "exists", container], root=True, check=False).returncode == 1:
+            return
         podman("container", "cleanup", container, check=False)
-        podman("rm", "-f", "-t", "0", container)
+    raise LabError(f"container {container} can't be removed. Look: podman rm -f {container}")
+
+
+def _process_alive(found: dict[str, Any]) -> bool:
+    """Tell whether PID 1 of an inspected container really runs; the number alone may be another process's by now."""
+    pid = found.get("State", {}).get("Pid", 0)
+    try:
+        return bool(pid) and found["Id"] in Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return False
 
 
 def _start(box: Box) -> bool:
-    """Start a container that is stopped, or that podman only believes to run; False when it can't be."""
+    """Start a container that is stopped, hangs, or that podman only believes to run; False when it can't be."""
     _close_connections(box.name)
-    if run(["podman", "start", box.container], root=True, check=False, timeout=60).returncode == 0 and \
-            _process_alive(box.container):
-        return True
-    podman("stop", "-t", "0", box.container, check=False)
-    podman("container", "cleanup", box.container, check=False)
+    found = _inspect(box.container)
+    if found is None:
+        return False
+    if _process_alive(found):
+        podman("stop", "-t", "5", box.container, check=False)
+    elif found["State"].get("Status") in ("running", "stopping", "paused") and EXITS.is_dir():
+        # Its processes and podman's monitor were killed together, so nobody has told podman. The monitor would have
+        # left the exit status in this file; with it podman sees the truth and the box keeps its contents.
+        run(["tee", str(EXITS / found["Id"])], root=True, stdin=b"137")
     return run(["podman", "start", box.container], root=True, check=False, timeout=60).returncode == 0
 
 
-def _process_alive(container: str) -> bool:
-    found = _inspect(container)
-    pid = (found or {}).get("State", {}).get("Pid", 0)
-    return bool(pid) and Path(f"/proc/{pid}").exists()
-
-
-def _bring_up(specs: list[BoxSpec], host: Host, rebuild_image: bool = False) -> dict[str, Box]:
+def _bring_up(
+    specs: list[BoxSpec], host: Host, anew: bool = False, first_subnet: int | None = None
+) -> dict[str, Box]:
     """Make, start or repair the boxes; keeps every one that works, and its contents."""
-    own_image = image.ensure(rebuild_image)
-    subnet, boxes = ensure_network(), registry()
+    own_image = image.ensure(rebuild=first_subnet is not None)
+    subnet, boxes = ensure_network(first_subnet or 0), registry()
     _ssh_key(CLIENT_KEY, f"{USER}@vllm-fleet-lab")
     library = nvml.build() if any(spec.nvml for spec in specs) else None
     recipes = {}
     for spec in specs:
         _ssh_key(_box_dir(spec.name) / "ssh_host_ed25519_key", f"root@{spec.name}")
-        boxes[spec.name] = Box(spec.name, f"{PREFIX}-{spec.name}", _address(spec, subnet, boxes), spec in LAB_BOXES)
+        boxes[spec.name] = Box(spec.name, f"{PREFIX}-{spec.name}", _address(spec, subnet, boxes, anew), spec in LAB_BOXES)
         parts = [spec.image or own_image, str(subnet), str(host), spec.shm_size, boxes[spec.name].address]
         recipes[spec.name] = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     _register(boxes)
@@ -349,7 +369,8 @@ def _bring_up(specs: list[BoxSpec], host: Host, rebuild_image: bool = False) -> 
 def up(specs: list[BoxSpec], host: Host) -> dict[str, Box]:
     """Bring the boxes up and return all boxes by name.
 
-    What is half made or was killed is repaired in place if it can be, else the box, else the whole lab is made anew.
+    What is half made or was killed is repaired in place if it can be, else made anew; when none of the other boxes
+    works either, with the network and everything.
 
     :raises LabError: it is not to be had even from nothing.
     """
@@ -357,13 +378,18 @@ def up(specs: list[BoxSpec], host: Host) -> dict[str, Box]:
         try:
             return _bring_up(specs, host)
         except LabError as error:
-            say(f"   that failed, making the lab anew from nothing: {error}")
-            others = [name for name, box in registry().items() if name not in {spec.name for spec in specs}]
+            say(f"   that failed, making it anew from nothing: {error}")
+            names = {spec.name for spec in specs}
+            if any(answers(box) for box in registry().values() if box.name not in names):
+                for name in names:
+                    _remove(f"{PREFIX}-{name}")
+                return _bring_up(specs, host, anew=True)
             for container in containers():
                 _remove(container)
             podman("network", "rm", "-f", NETWORK, check=False)
-            _register({name: box for name, box in registry().items() if name not in others})
-            return _bring_up(specs, host, rebuild_image=True)
+            REGISTRY.unlink(missing_ok=True)
+            # Some other subnet, because podman keeps the leases of containers that were killed, by subnet.
+            return _bring_up(specs, host, anew=True, first_subnet=secrets.randbelow(180))
 
 
 def make_api_keys(lanes: dict[str, tuple[str, ...]]) -> None:
@@ -376,10 +402,13 @@ def make_api_keys(lanes: dict[str, tuple[str, ...]]) -> None:
 
 
 def containers() -> list[str]:
-    """Return the names of all containers of this checkout, running or not."""
-    listed = podman("ps", "--all", f"--filter=label={LABEL}={ROOT}", "--format={{.Names}}", check=False).split()
-    by_name = podman("ps", "--all", f"--filter=name=^{PREFIX}-", "--format={{.Names}}", check=False).split()
-    return sorted({*listed, *by_name})
+    """Return the names of all containers of this checkout, running or not.
+
+    Those that the lab should have are always among them: one broken container makes podman refuse to list any.
+    """
+    listed = podman("ps", "--all", f"--filter=name=^{PREFIX}-", "--format={{.Names}}", check=False).split()
+    expected = {f"{PREFIX}-{name}" for name in (*registry(), *(spec.name for spec in LAB_BOXES))}
+    return sorted({*listed, *expected})
 
 
 def destroy(name: str) -> None:
@@ -411,6 +440,6 @@ def down(purge: bool = False) -> None:
             if purge:
                 for name in podman("images", "--format={{.Repository}}:{{.Tag}}", check=False).split():
                     if name.startswith("localhost/vllm-fleet-box:"):
-                        podman("image", "rm", "-f", name, check=False)
+                        podman("image", "rm", name, check=False)
         for path in (STATE, CACHE) if purge else (STATE,):
             run(["rm", "-rf", str(path)], root=True)

@@ -97,7 +97,8 @@ def _mmdebstrap(made_from: dict[str, object], target: Path) -> None:
 def ensure(rebuild: bool = False) -> str:
     """Return the name of an image of the present recipe, after building or importing it if need be.
 
-    :param rebuild: import it again even if podman lists it, because it turned out to be unusable.
+    :param rebuild: import it again even if podman lists it, because it may be unusable. The old one loses its name only,
+        as removing it would take other boxes with it.
     """
     made_from = recipe()
     name = image_name(made_from)
@@ -113,8 +114,6 @@ def ensure(rebuild: bool = False) -> str:
                 _mmdebstrap(made_from, part)
                 part.rename(tarball)
         with phase("base image: importing into podman"):
-            if rebuild:
-                run(["podman", "image", "rm", "-f", name], root=True, check=False)
             run(["podman", "import", "--change=CMD [\"/sbin/init\"]", "--change=STOPSIGNAL SIGRTMIN+3",
                  str(tarball), name], root=True)
     return name
