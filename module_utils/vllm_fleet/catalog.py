@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from . import platform_format
 from .errors import UsageError
@@ -146,19 +146,36 @@ def platform_reader(catalog: Catalog, defaults: Mapping[str, Any]) -> Callable[[
     return read
 
 
-def dump_platform(document: Mapping[str, Any]) -> str:
-    """Return the platform's YAML; read back as written, it is the same document."""
-    texts = _yaml()
+def dump_yaml(data: Any) -> str:
+    """Return plain data as YAML: order kept, texts that YAML would read as something else quoted."""
+    yaml = _yaml()
 
-    class Dumper(texts.SafeDumper):  # type: ignore[misc,name-defined]
-        """Quotes every text that YAML would not read as one."""
-
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc,name-defined]
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:
-            """Indent lists below their key, as the public files do."""
             return super().increase_indent(flow, False)
 
-    plain = dict(document)
-    if "concurrency" in plain and re.fullmatch(r"0|[1-9][0-9]*", plain["concurrency"]):
-        plain["concurrency"] = int(plain["concurrency"])
-    text: str = texts.dump(plain, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=4096, indent=4)
+    text: str = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=4096)
     return text
+
+
+def dump_platform(document: Mapping[str, Any]) -> str:
+    """Return the platform's YAML; read back as written, it is the same document."""
+    plain = dict(document)
+    if re.fullmatch(r"0|[1-9][0-9]*", str(plain.get("concurrency"))):
+        plain["concurrency"] = int(plain["concurrency"])
+    return dump_yaml(plain)
+
+
+def bare_values(text: str) -> List[str]:
+    """Return the names in a platform file's ``env`` whose value is a number, a truth value or null to YAML."""
+    yaml = _yaml()
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    names = []
+    for key, value in root.value:
+        if key.value != "env" or not isinstance(value, yaml.SequenceNode):
+            continue
+        for item in value.value:
+            fields = {field.value: content for field, content in item.value}
+            if not fields["value"].tag.endswith(":str"):
+                names.append(str(fields["name"].value))
+    return names

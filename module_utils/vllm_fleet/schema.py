@@ -50,11 +50,11 @@ def describe(value: Any) -> str:
     return kinds.get(type(value), "") + text
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `` Did you mean X?`` for the closest known name, or an empty string."""
     names = [str(item) for item in known]
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
-    close = close or [item for item in names if len(str(name)) > 2 and item.startswith(str(name))]
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=cutoff)
+    close = close or [item for item in names if len(str(name)) > 4 and item.startswith(str(name))]
     return f"Did you mean {close[0]}?" if close else ""
 
 
