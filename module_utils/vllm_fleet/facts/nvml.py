@@ -7,12 +7,17 @@ Each value is read on its own: what a card or a driver does not answer is ``None
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 MIB = 1 << 20
+
+#: the on-box program, which carries pynvml.py
+PROGRAM = "/opt/vllm-fleet/bin/vllm-fleet"
 
 #: nvmlReturn_t values that mean something here (NVML API reference, "Return values")
 INVALID_ARGUMENT, NOT_SUPPORTED = 2, 3
@@ -140,6 +145,15 @@ def _library_paths() -> List[str]:
     return paths
 
 
+def _pynvml() -> Any:
+    """Import pynvml: from the program itself, or, inside an Ansible module, from the program installed on the box."""
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        sys.path.append(PROGRAM)  # a zipapp; behind everything else, so that it shadows nothing
+        return importlib.import_module("pynvml")
+
+
 def read(nvml: Any = None) -> Dict[str, Any]:
     """Read all that NVML tells.
 
@@ -152,9 +166,7 @@ def read(nvml: Any = None) -> Dict[str, Any]:
     outcome: Dict[str, Any] = {"status": "ok", "message": "", "driver": driver, "gpus": None, "pairs": [], "cards": []}
     if nvml is None:
         try:
-            import pynvml
-
-            nvml = pynvml
+            nvml = _pynvml()
         except ImportError as error:
             outcome.update(status="pynvml_missing", message=str(error))
             driver["userland"] = library_version()
