@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import catalog, engines, profile, render, systemd  # noqa: E402
+from vllm_fleet import catalog, engines, fleet_report, profile, render, systemd  # noqa: E402
 from vllm_fleet.errors import FleetError  # noqa: E402
 
 
@@ -64,6 +64,11 @@ def engine_inputs(lanes: Any, catalog_dir: str) -> List[Dict[str, Any]]:
     return list(inputs.values())
 
 
+def verify_rows(lanes: Any, box: str, probes: Any) -> List[Dict[str, str]]:
+    """Return the rows of a fleet's report for one box."""
+    return fleet_report.verify_rows(box, lanes, probes)
+
+
 class FilterModule:
     """Ansible's entry point."""
 
@@ -72,6 +77,8 @@ class FilterModule:
         return {
             "vllm_fleet_resolve_lanes": _readable(resolve_lanes),
             "vllm_fleet_engine_inputs": _readable(engine_inputs),
+            "vllm_fleet_verify_rows": _readable(verify_rows),
+            "vllm_fleet_verify_text": _readable(fleet_report.verify_text),
             "systemd_exec_line": _readable(systemd.exec_line),
             "systemd_env_value": _readable(lambda value, name: systemd.environment_value(name, str(value))),
         }
