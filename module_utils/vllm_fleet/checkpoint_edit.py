@@ -46,6 +46,13 @@ def set_key(
     warnings = _require_whole(directory)
     link = os.path.join(directory, file)
     target = os.path.realpath(link)
+    with _locked(os.path.dirname(target)):
+        return _set_key(link, target, key, value, force=force, check=check, warnings=warnings)
+
+
+def _set_key(
+    link: str, target: str, key: str, value: Any, *, force: bool, check: bool, warnings: List[checks.Result]
+) -> Dict[str, Any]:
     backup = link + checkpoint.BACKUP_SUFFIX
     raw, status = _read(link, target)
     try:
@@ -70,7 +77,8 @@ def set_key(
     if status.st_nlink > 1:
         message = f"{target} has {status.st_nlink - 1} other hard links; they keep the old content"
         warnings.append(checks.result("checkpoint_config", checks.WARN, "hard_links", message, "edit them as well"))
-    _require_writable(link, target, backup, checkpoint.edit_command(directory, file, key, value), status)
+    command = checkpoint.edit_command(*os.path.split(link), key, value)
+    _require_writable(link, target, backup, command, status)
     if not check:
         try:
             _write(target, backup, raw, edit.raw, status)
@@ -119,11 +127,14 @@ def _read(link: str, target: str) -> Tuple[bytes, os.stat_result]:
         raise RefusedError("config_missing", f"there is no {link}{gone}", checkpoint.DOWNLOAD_AGAIN) from None
     except OSError as error:
         raise RefusedError("unreadable_file", f"cannot read {link}: {error.strerror}", "run this as root") from None
-    with os.fdopen(descriptor, "rb") as handle:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise RefusedError("unreadable_file", f"{link} is not a regular file", checkpoint.DOWNLOAD_AGAIN)
-        return handle.read(), status
+        with os.fdopen(descriptor, "rb", closefd=False) as handle:
+            return handle.read(), status
+    finally:
+        os.close(descriptor)
 
 
 def _require_writable(link: str, target: str, backup: str, command: str, status: os.stat_result) -> None:
@@ -141,31 +152,29 @@ def _require_writable(link: str, target: str, backup: str, command: str, status:
 
 
 def _write(target: str, backup: str, raw: bytes, edited: bytes, status: os.stat_result) -> None:
-    with _locked(os.path.dirname(target)):
-        for name in (target, backup):
-            _remove_leftovers(name)
-        if not os.path.lexists(backup):
-            with _temporary(backup, raw, target, status) as temporary:
-                _link_once(temporary, backup)
-            fsync_directory(os.path.dirname(backup))
-        with _temporary(target, edited, target, status) as temporary:
-            now = os.stat(target)
-            if (now.st_ino, now.st_size, now.st_mtime_ns) != (status.st_ino, status.st_size, status.st_mtime_ns):
-                raise RefusedError("changed_meanwhile", f"{target} was changed by someone else", "run this again")
-            os.replace(temporary, target)
-        fsync_directory(os.path.dirname(target))
+    for name in (target, backup):
+        _remove_leftovers(name)
+    if not os.path.lexists(backup):
+        with _temporary(backup, raw, target, status) as temporary:
+            _link_once(temporary, backup)
+        fsync_directory(os.path.dirname(backup))
+    with _temporary(target, edited, target, status) as temporary:
+        now = os.stat(target)
+        if (now.st_ino, now.st_size, now.st_mtime_ns) != (status.st_ino, status.st_size, status.st_mtime_ns):
+            raise RefusedError("changed_meanwhile", f"{target} was changed by someone else", "run this again")
+        os.replace(temporary, target)
+    fsync_directory(os.path.dirname(target))
 
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """Let one editor at a time into a directory; a file system without locks does without."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    """Let one editor at a time into a directory; one that cannot be opened or locked goes without."""
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _remove_leftovers(name: str) -> None:
