@@ -40,7 +40,12 @@ def test_the_table():
     answer = corex.parse_table(TABLE, LISTING)
     assert answer["driver"] == {"userland": "3.2.3", "cuda": [10, 2]}
     first, second = answer["gpus"]
-    assert (first["index"], first["bus_id"], first["uuid"], first["name"]) == (0, "0000:3d:00.0", "GPU-bbbb", "Iluvatar BI-V100")
+    assert (first["index"], first["bus_id"], first["uuid"], first["name"]) == (
+        0,
+        "0000:3d:00.0",
+        "GPU-bbbb",
+        "Iluvatar BI-V100",
+    )
     assert (first["memory_used_mib"], first["memory_total_mib"], first["processes"]) == (9, 32768, [])
     assert (second["bus_id"], second["uuid"], second["memory_used_mib"]) == ("0000:8a:00.0", "GPU-aaaa", 257)
     assert second["processes"] == [{"pid": 12345, "name": "python3 -m vllm", "memory_mib": 248}]
@@ -54,7 +59,9 @@ def test_a_table_without_processes_leaves_them_unknown():
     assert [gpu["uuid"] for gpu in answer["gpus"]] == [None, None]
 
 
-@pytest.mark.parametrize("text", ["", "ixsmi: error\n", "============ ROCm System Management Interface ============\nGPU0 GPU1\n"])
+@pytest.mark.parametrize(
+    "text", ["", "ixsmi: error\n", "============ ROCm System Management Interface ============\nGPU0 GPU1\n"]
+)
 def test_what_is_no_table_has_no_cards(text):
     answer = corex.parse_table(text)
     assert (answer["gpus"], answer["status"]) == (None, "nvml_error")

@@ -199,7 +199,13 @@ def test_a_process_without_a_size():
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [(9, "driver_not_loaded"), (12, "library_missing"), (18, "driver_mismatch"), (4, "nvml_error"), (999, "nvml_error")],
+    [
+        (9, "driver_not_loaded"),
+        (12, "library_missing"),
+        (18, "driver_mismatch"),
+        (4, "nvml_error"),
+        (999, "nvml_error"),
+    ],
 )
 def test_initialisation_that_fails(code, status):
     answer = nvml.read(Bindings(nvmlInit=refuse(code)))

@@ -35,7 +35,9 @@ class Machine:
             link = self.base / "sys/bus/pci/devices" / parts[depth - 1]
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
-                link.symlink_to(os.path.relpath(self.base / "sys/devices/pci0000:00" / "/".join(parts[:depth]), link.parent))
+                link.symlink_to(
+                    os.path.relpath(self.base / "sys/devices/pci0000:00" / "/".join(parts[:depth]), link.parent)
+                )
         for name, content in files.items():
             (real / name).parent.mkdir(parents=True, exist_ok=True)
             (real / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -294,9 +296,7 @@ def test_nvmls_node_stays_where_sysfs_shows_no_device(machine):
 
 def test_a_lost_card_gets_the_address_that_the_module_knows(machine):
     for bus_id, uuid in (("0000:01:00.0", "GPU-0"), ("0000:41:00.0", "GPU-gone")):
-        machine.file(
-            f"/proc/driver/nvidia/gpus/{bus_id}/information", f"Model: \t\t NVIDIA RTX\nGPU UUID: \t {uuid}\n"
-        )
+        machine.file(f"/proc/driver/nvidia/gpus/{bus_id}/information", f"Model: \t\t NVIDIA RTX\nGPU UUID: \t {uuid}\n")
     answer = driver_answer("0000:01:00.0", None)
     facts = collect.assemble("nvidia", answer, machine.root)
     assert (facts["gpus"][1]["bus_id"], facts["gpus"][1]["uuid"]) == ("0000:41:00.0", "GPU-gone")

@@ -118,7 +118,11 @@ def test_a_new_result_replaces_its_pair_and_keeps_the_others():
     assert verdict.for_facts(merged, newer)["pairs"] == {"1-3": "fail"}
 
 
-EQUAL, WRONG, HANG = {"outcome": "equal"}, {"outcome": "wrong_data", "detail": "7 of 8 values differ"}, {"outcome": "hang"}
+EQUAL, WRONG, HANG = (
+    {"outcome": "equal"},
+    {"outcome": "wrong_data", "detail": "7 of 8 values differ"},
+    {"outcome": "hang"},
+)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,8 @@ def test_judging(control, found, status, reason):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"pairs": 1}', '{"schema": 1, "pairs": [{"gpus": [1, 2], "status": "pass"}]}', '{"pairs": [[]]}']
+    "text",
+    ["", "{", "[]", '{"pairs": 1}', '{"schema": 1, "pairs": [{"gpus": [1, 2], "status": "pass"}]}', '{"pairs": [[]]}'],
 )
 def test_a_damaged_store_is_no_verdict(tmp_path, text):
     path = tmp_path / "var/lib/vllm-fleet/verdicts/p2p.json"
@@ -172,7 +177,11 @@ def test_the_machine_is_remembered(tmp_path):
 
 
 def test_only_vllms_own_result_files_go(tmp_path):
-    names = ["gpu_p2p_access_cache_for_0,1,2,3.json", "gpu_p2p_access_cache_for_GPU-1a.json", "gpu_p2p_access_cache_for_0.txt"]
+    names = [
+        "gpu_p2p_access_cache_for_0,1,2,3.json",
+        "gpu_p2p_access_cache_for_GPU-1a.json",
+        "gpu_p2p_access_cache_for_0.txt",
+    ]
     for name in [*names, "torch_compile_cache.json"]:
         (tmp_path / name).write_text("{}")
     (tmp_path / "below").mkdir()
