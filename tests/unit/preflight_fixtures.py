@@ -99,7 +99,12 @@ BOX: Dict[str, Any] = {
     "shared_memory": {"total_kib": 98000000, "available_kib": 97000000},
     "user_name": "vllm",
     "user": {"name": "vllm", "uid": 990, "gid": 990, "home": "/var/lib/vllm-fleet", "groups": [990]},
-    "access": {"/var/cache/vllm-fleet/main": "rwx", "/var/lib/vllm-fleet/lanes/main": "rwx"},
+    "access": {
+        "/var/cache/vllm-fleet/main": "rwx",
+        "/var/lib/vllm-fleet/lanes/main": "rwx",
+        ENGINE_ROOT + "/venv/bin/python": "rx",
+        ENGINE_ROOT + "/venv/bin/vllm": "rx",
+    },
     "cache": {
         "path": "/var/cache/vllm-fleet/main",
         "exists": True,

@@ -69,6 +69,14 @@ CASES: List[Tuple[str, Change, str, str, str]] = [
     ("engine_installed", facts(engine__console_script__executable=False), "console_script_missing", "fail", "bin/vllm"),
     ("interpreter", facts(), "interpreter_ok", "pass", "bin/vllm"),
     ("interpreter", facts(engine__root=False), "engine_absent", "unknown", given.ENGINE_ROOT),
+    (
+        "interpreter",
+        facts(access={given.ENGINE_ROOT + "/venv/bin/python": ""}),
+        "interpreter_not_executable",
+        "fail",
+        "vllm cannot run " + given.ENGINE_ROOT + "/venv/bin/python",
+    ),
+    ("interpreter", facts(access=None), "interpreter_ok", "pass", ""),
     ("interpreter", facts(entry_program=None), "entry_missing", "fail", "PATH"),
     (
         "interpreter",

@@ -405,7 +405,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def small_toolkit(place: Path) -> Dict[str, Any]:
-    """A lane whose toolkit is a stub: a header, a script for nvcc, a runtime library made by this machine's compiler."""
+    """A lane whose toolkit is a stub: a header, a script for nvcc, a runtime library made by this machine's cc."""
     home = place / "cuda"
     write(home, "/bin/nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n", 0o755)
     write(home, "/include/cuda_runtime_api.h", 'extern "C" int cudaRuntimeGetVersion(int *version);\n')

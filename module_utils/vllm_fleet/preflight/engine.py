@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import List
 
-from .registry import Box, Finding, Lane, check, fail, ok, shorten, unknown
+from .registry import Box, Finding, Lane, check, denied, fail, ok, shorten, unknown
 
 
 def _absent(lane: Lane) -> Finding:
@@ -53,6 +53,9 @@ def engine_installed(lane: Lane, box: Box) -> List[Finding]:
     "interpreter",
     {
         "interpreter_ok": ok("the entry runs under the engine's own interpreter"),
+        "interpreter_not_executable": fail(
+            "the service user cannot run the interpreter, or the program that the unit starts"
+        ),
         "entry_missing": fail("the entry's program is not found on the unit's PATH", absent=True),
         "interpreter_outside_venv": fail(
             "the entry runs under another Python than the one the engine is installed for"
@@ -75,6 +78,11 @@ def interpreter(lane: Lane, box: Box) -> List[Finding]:
                 "entry_missing", f"{entry} is not found in the unit's PATH", "the program that the unit starts", fix
             )
         ]
+    closed = [path for path in dict.fromkeys([program, engine["python"]]) if denied(box, path, "x")]
+    if closed:
+        text = f"{box['user_name']} cannot run {shorten(closed)}"
+        needed = "an interpreter outside private directories such as /root"
+        return [Finding("interpreter_not_executable", text, needed, f"install the engine {engine['id']} again")]
     venv_bin = os.path.join(engine["venv"], "bin") + "/"
     if engine["route"] != "vendor":
         script = found["console_script"]

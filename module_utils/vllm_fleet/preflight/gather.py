@@ -63,9 +63,10 @@ def read_lane(
     box["log"] = None
     if lane.get("log"):
         box["log"] = dict(host.filesystem(lane["log"], root), parent=host.under(root, os.path.dirname(lane["log"])))
-    box["access"] = host.access_as(account, [cache, lane["workdir"]], root)
     box["unit_path"] = env["PATH"]
     box["entry_program"] = toolchain.which(lane["entry"][0], env["PATH"], root)
+    asked = [cache, lane["workdir"], engine["python"], box["entry_program"]]
+    box["access"] = host.access_as(account, [path for path in asked if path], root)
     box["engine"] = engine_dir.read(engine, root)
     origin = engine_dir.import_origin(
         "vllm", engine, workdir=lane["workdir"], env=env, home=(account or {}).get("home"), root=root

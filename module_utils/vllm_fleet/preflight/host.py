@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, List, Optional
+from typing import List
 
-from .registry import Box, Finding, Lane, check, fail, ok, unknown, warn
+from .registry import Box, Finding, Lane, check, denied, fail, ok, unknown, warn
 
 #: what a start needs when the profile names nothing: a compile cache takes ~160 MB, a log some lines
 CACHE_FLOOR_KIB = 512 * 1024
@@ -149,10 +149,9 @@ def cache(lane: Lane, box: Box) -> List[Finding]:
             Finding("cache_noexec", f"{path} is on a file system mounted noexec", "compiled kernels can be loaded", fix)
         ]
     if place["exists"]:
-        letters = _letters(box, path)
-        if letters is None:
+        if box["access"] is None:
             return [Finding("cache_unknown", f"whether {box['user_name']} can write {path} was not tested")]
-        if "w" not in letters or "x" not in letters:
+        if denied(box, path, "wx"):
             fix = f"chown {box['user_name']} {path}"
             return [
                 Finding("cache_not_writable", f"{box['user_name']} cannot write {path}", "a writable directory", fix)
@@ -236,15 +235,9 @@ def workdir(lane: Lane, box: Box) -> List[Finding]:
         return [
             Finding("workdir_missing", f"no directory {path}", "the unit's working directory", f"install -d {path}")
         ]
-    letters = _letters(box, path)
-    if letters is not None and "x" not in letters:
+    if denied(box, path, "x"):
         text = f"{box['user_name']} cannot enter {path}"
         return [
             Finding("workdir_not_enterable", text, "the unit's working directory", f"chown {box['user_name']} {path}")
         ]
     return [Finding("workdir_ok", path)]
-
-
-def _letters(box: Box, path: str) -> Optional[str]:
-    access: Optional[Dict[str, Any]] = box["access"]
-    return None if access is None else access.get(path)

@@ -117,6 +117,12 @@ def severity(status: str, override: Optional[str]) -> str:
     return status
 
 
+def denied(box: Box, path: str, wanted: str) -> bool:
+    """Return whether the service user, as far as it could be asked, lacks one of the ``wanted`` rights (``rwx``)."""
+    access: Optional[Dict[str, str]] = box["access"]
+    return access is not None and path in access and not set(wanted) <= set(access[path])
+
+
 def shorten(items: Iterable[Any], most: int = 5) -> str:
     """Join the first items of a list for a message, with the count of the rest."""
     texts = [str(item) for item in items]

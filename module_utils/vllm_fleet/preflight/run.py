@@ -108,7 +108,7 @@ def evaluate(lane: Lane, box: Box, skip: Iterable[str] = (), dry_run: bool = Fal
             continue
         result = dict(given)
         known = DELEGATED.get(given["check"])
-        if dry_run and known and given["reason"] in known.absent:
+        if dry_run and known and given["reason"] in known.codes and known.codes[given["reason"]].absent:
             result.update(status=checks.UNKNOWN, reason=NOT_YET)
         verdicts.append(Verdict(result, given["message"], ""))
     for verdict in verdicts:
