@@ -41,7 +41,7 @@ def _counted(self: ActionBase, *args: Any, **kwargs: Any) -> Any:
     return _original(self, *args, **kwargs)
 
 
-class CallbackModule(CallbackBase):
+class CallbackModule(CallbackBase):  # type: ignore[misc]
     """Wraps the module call before the first worker is forked; the workers inherit it."""
 
     CALLBACK_VERSION = 2.0

@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from . import ask, boxes, checkpoint, converge, environment, host, wheels
-from .settings import CHECKPOINT, LAB_BOXES, LAB_LANES, BoxSpec
+from . import ask, boxes, checkpoint, converge, environment, host, registry, wheels
+from .settings import CHECKPOINT, LAB_BOXES, LAB_LANES, VENV, BoxSpec
 from .shell import LabError, say
 
 
@@ -17,7 +17,7 @@ def _up(args: argparse.Namespace) -> int:
     """Make, start or repair the lab's boxes; provision them; ask every lane a question."""
     machine = host.ready()
     say(f"   {host.describe(machine)}")
-    boxes.make_api_keys(LAB_LANES)
+    registry.make_api_keys(LAB_LANES)
     checkpoint.generate(CHECKPOINT)
     boxes.up(list(LAB_BOXES), machine)
     if args.boxes_only:
@@ -32,7 +32,7 @@ def _up(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     """Show the boxes and what their lanes answer."""
-    known = boxes.registry()
+    known = registry.registry()
     if not known:
         say("   no lab here. Fix: make lab")
         return 1
@@ -92,10 +92,10 @@ def _box_destroy(args: argparse.Namespace) -> int:
 
 def _box_inventory(args: argparse.Namespace) -> int:
     """Print an inventory (JSON, which is YAML too) with that one box."""
-    box = boxes.registry().get(_spec(args).name)
+    box = registry.registry().get(_spec(args).name)
     if box is None:
         raise LabError(f"no box {args.name}. Fix: python3 -m lab box create {args.name}")
-    say(json.dumps({"all": {"hosts": {box.name: boxes.connection(box)}}}, indent=2))
+    say(json.dumps({"all": {"hosts": {box.name: registry.connection(box)}}}, indent=2))
     return 0
 
 
@@ -103,7 +103,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m lab", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(group: argparse._SubParsersAction[argparse.ArgumentParser], name: str, function: object) -> argparse.ArgumentParser:
+    def add(
+        group: argparse._SubParsersAction[argparse.ArgumentParser], name: str, function: object
+    ) -> argparse.ArgumentParser:
         command = group.add_parser(name, help=function.__doc__, description=function.__doc__)
         command.set_defaults(run=function)
         return command
@@ -115,7 +117,7 @@ def main() -> int:
     down.add_argument("--purge", action="store_true", help="remove the cache and the images too")
     add(commands, "status", _status)
     add(commands, "converge-cost", _cost)
-    add(commands, "lock", _lock).add_argument("--uv", default=str(environment.VENV / "bin" / "uv"), help="the uv program")
+    add(commands, "lock", _lock).add_argument("--uv", default=str(VENV / "bin" / "uv"), help="the uv program")
     box = commands.add_parser("box", help="boxes beside the lab's own, for tests")
     box_commands = box.add_subparsers(dest="box_command", required=True, metavar="COMMAND")
     create = add(box_commands, "create", _box_create)

@@ -10,7 +10,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from . import boxes
+from . import boxes, registry
 from .settings import INVENTORY, ROOT, VENV
 from .shell import LabError, run, say
 
@@ -42,22 +42,35 @@ class Answer:
 def lanes() -> list[Lane]:
     """Return the lanes of the lab's inventory, with its variables filled in by Ansible itself."""
     env = {**os.environ, "ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json", "ANSIBLE_LOAD_CALLBACK_PLUGINS": "1"}
-    done = run([str(VENV / "bin" / "ansible"), "-i", str(INVENTORY), "gpu-boxes", "-m", "ansible.builtin.debug",
-                "-a", "var=vllm_lanes"], env=env, timeout=120)
-    hosts: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{"):])["plays"][0]["tasks"][0]["hosts"]
+    done = run(
+        [
+            str(VENV / "bin" / "ansible"),
+            "-i",
+            str(INVENTORY),
+            "gpu-boxes",
+            "-m",
+            "ansible.builtin.debug",
+            "-a",
+            "var=vllm_lanes",
+        ],
+        env=env,
+        timeout=120,
+    )
+    hosts: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["plays"][0]["tasks"][0]["hosts"]
     return [
         Lane(box, lane["name"], f"{lane['host']}:{lane['port']}", lane["served_names"][0])
-        for box in sorted(hosts) for lane in hosts[box]["vllm_lanes"]
+        for box in sorted(hosts)
+        for lane in hosts[box]["vllm_lanes"]
     ]
 
 
 def _request(lane: Lane, path: str, body: dict[str, Any] | None = None) -> Any:
-    key_file = boxes.api_key_file(lane.box, lane.name)
+    key_file = registry.api_key_file(lane.box, lane.name)
     headers = {"Content-Type": "application/json"}
     if key_file.exists():
         headers["Authorization"] = f"Bearer {key_file.read_text().strip()}"
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{lane.address}{path}", data=data, headers=headers)  # noqa: S310
+    request = urllib.request.Request(f"http://{lane.address}{path}", data=data, headers=headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the lab network is never behind a proxy
     with opener.open(request, timeout=TIMEOUT_S) as response:
         text = response.read().decode()
@@ -69,9 +82,16 @@ def ask(lane: Lane, question: str = QUESTION) -> Answer:
     started = time.monotonic()
     try:
         version = _request(lane, "/version")["version"]
-        reply = _request(lane, "/v1/chat/completions", {
-            "model": lane.model, "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": question}],
-        })
+        reply = _request(
+            lane,
+            "/v1/chat/completions",
+            {
+                "model": lane.model,
+                "max_tokens": 8,
+                "temperature": 0,
+                "messages": [{"role": "user", "content": question}],
+            },
+        )
         choice, usage = reply["choices"][0], reply["usage"]
         if reply["model"] != lane.model:
             raise ValueError(f"the answer is from model {reply['model']!r}, asked was {lane.model!r}")
@@ -110,7 +130,15 @@ def report() -> bool:
         well = well and answer.ok
         say(f"   {lane.box}/{lane.name} < {QUESTION}")
         say(f"   {lane.box}/{lane.name} > {answer.text}  [{answer.seconds:.2f} s]")
-        rows.append((lane.box, lane.name, answer.engine, gpus(lane), "answers" if answer.ok else "NO ANSWER",
-                     f"http://{lane.address}"))
+        rows.append(
+            (
+                lane.box,
+                lane.name,
+                answer.engine,
+                gpus(lane),
+                "answers" if answer.ok else "NO ANSWER",
+                f"http://{lane.address}",
+            )
+        )
     say("\n" + table(rows).replace(str(ROOT), "."))
     return well

@@ -20,12 +20,18 @@ def play(*args: str, env: dict[str, str] | None = None) -> float:
     argv = ["ansible-playbook", "-i", str(INVENTORY), "site.yml", "-l", "gpu-boxes", *args]
     say(f"== {' '.join(argv[:1] + argv[3:])}")
     started = time.monotonic()
-    done = subprocess.run([str(VENV / "bin" / argv[0]), *argv[1:]], cwd=ROOT, check=False,
-                          env={**os.environ, "VLLM_FLEET_CACHE": str(CACHE), **(env or {})})
+    done = subprocess.run(
+        [str(VENV / "bin" / argv[0]), *argv[1:]],
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, "VLLM_FLEET_CACHE": str(CACHE), **(env or {})},
+    )
     wall = time.monotonic() - started
     if done.returncode:
-        raise LabError(f"the playbook ended with {done.returncode} after {wall:.0f} s; the boxes stay as they are. "
-                       "Fix what it says and run make lab again")
+        raise LabError(
+            f"the playbook ended with {done.returncode} after {wall:.0f} s; the boxes stay as they are. "
+            "Fix what it says and run make lab again"
+        )
     say(f"   playbook: done in {wall:.1f} s")
     return wall
 

@@ -35,8 +35,10 @@ def ensure() -> None:
     :raises LabError: this Python is too old, or a package could not be had.
     """
     if sys.version_info < MIN_PYTHON:
-        raise LabError(f"Python {sys.version.split()[0]} at {sys.executable}; the controller needs "
-                       f"{'.'.join(map(str, MIN_PYTHON))} or later. Fix: make PYTHON=python3.11 …")
+        raise LabError(
+            f"Python {sys.version.split()[0]} at {sys.executable}; the controller needs "
+            f"{'.'.join(map(str, MIN_PYTHON))} or later. Fix: make PYTHON=python3.11 …"
+        )
     python = VENV / "bin" / "python"
     wanted = fingerprint(LOCK.read_bytes(), ".".join(map(str, sys.version_info[:2])))
     if STAMP.exists() and STAMP.read_text().strip() == wanted and _works(python):
@@ -46,8 +48,21 @@ def ensure() -> None:
         STAMP.unlink(missing_ok=True)
         if not _works(python):
             run([sys.executable, "-m", "venv", *(["--clear"] if VENV.exists() else []), str(VENV)])
-        run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--require-hashes",
-             "--no-deps", "--requirement", str(LOCK)], timeout=1800)
+        run(
+            [
+                str(python),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--require-hashes",
+                "--no-deps",
+                "--requirement",
+                str(LOCK),
+            ],
+            timeout=1800,
+        )
         STAMP.write_text(wanted + "\n")
 
 

@@ -94,16 +94,21 @@ def detect() -> Host:
     bounding = capabilities(Path("/proc/self/status").read_text())
     mode = cgroup_mode(Path("/proc/mounts").read_text())
     pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
-    runtime = choose_runtime(mode, Path("/usr/bin/crun").exists(), bool(shutil.which("runc", path="/usr/bin:/usr/sbin")))
+    runtime = choose_runtime(
+        mode, Path("/usr/bin/crun").exists(), bool(shutil.which("runc", path="/usr/bin:/usr/sbin"))
+    )
     missing = [package for package, file in PACKAGES.items() if not Path(file).exists()]
     if runtime is None:
         missing.append("crun" if mode == "unified" else "runc")
 
-    args = ulimit_args(bounding, resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-                       resource.getrlimit(resource.RLIMIT_NPROC)[1], pid_max)
+    args = ulimit_args(
+        bounding, resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_NPROC)[1], pid_max
+    )
     # The default AppArmor and SELinux confinement of containers forbids the mounts of a hardened unit.
-    if Path("/sys/module/apparmor/parameters/enabled").exists() and \
-            Path("/sys/module/apparmor/parameters/enabled").read_text().strip() == "Y":
+    if (
+        Path("/sys/module/apparmor/parameters/enabled").exists()
+        and Path("/sys/module/apparmor/parameters/enabled").read_text().strip() == "Y"
+    ):
         args.append("--security-opt=apparmor=unconfined")
     if Path("/sys/fs/selinux/enforce").exists():
         args.append("--security-opt=label=disable")
@@ -118,8 +123,10 @@ def _problems(bounding: int, mode: str) -> list[str]:
         problems.append("neither root nor sudo: run as root or install sudo")
     for bit, name in ((CAP_SYS_ADMIN, "CAP_SYS_ADMIN"), (CAP_NET_ADMIN, "CAP_NET_ADMIN")):
         if not bounding >> bit & 1:
-            problems.append(f"root lacks {name} here, which containers with systemd need: use a machine or a VM, "
-                            "or start this container with --privileged")
+            problems.append(
+                f"root lacks {name} here, which containers with systemd need: use a machine or a VM, "
+                "or start this container with --privileged"
+            )
     if mode == "none":
         problems.append("no cgroup hierarchy is mounted on /sys/fs/cgroup: mount one, or boot with systemd")
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -135,7 +142,7 @@ def _problems(bounding: int, mode: str) -> list[str]:
 
 
 def apt_settings() -> dict[str, str]:
-    """Return the apt settings of this host that its boxes need too: proxies, and leniency about dates of a frozen mirror."""
+    """Return the apt settings of this host that its boxes need too: proxies, and leniency about a mirror's dates."""
     wanted = ("Acquire::http::Proxy", "Acquire::https::Proxy", "Acquire::Check-Valid-Until", "Acquire::Check-Date")
     if not shutil.which("apt-config"):
         return {}

@@ -17,8 +17,24 @@ from .shell import phase, run
 
 SUITE = "bookworm"  # its Python is 3.11, which the CPU build of torch is for
 INCLUDE = (
-    "apt-utils", "ca-certificates", "dbus", "gpgv", "init", "iproute2", "iputils-ping", "kmod", "libpam-systemd",
-    "logrotate", "netbase", "openssh-server", "procps", "python3", "python3-apt", "sudo", "systemd", "systemd-sysv",
+    "apt-utils",
+    "ca-certificates",
+    "dbus",
+    "gpgv",
+    "init",
+    "iproute2",
+    "iputils-ping",
+    "kmod",
+    "libpam-systemd",
+    "logrotate",
+    "netbase",
+    "openssh-server",
+    "procps",
+    "python3",
+    "python3-apt",
+    "sudo",
+    "systemd",
+    "systemd-sysv",
 )
 MIRROR = os.environ.get("LAB_DEBIAN_MIRROR", "http://deb.debian.org/debian")
 SECURITY_MIRROR = os.environ.get("LAB_DEBIAN_SECURITY_MIRROR", "http://deb.debian.org/debian-security")
@@ -50,7 +66,10 @@ def host_certificates() -> list[Path]:
 def recipe() -> dict[str, object]:
     """Return everything that the image is made from; equal recipes give interchangeable images."""
     return {
-        "suite": SUITE, "include": INCLUDE, "customize": CUSTOMIZE, "mirrors": [MIRROR, SECURITY_MIRROR],
+        "suite": SUITE,
+        "include": INCLUDE,
+        "customize": CUSTOMIZE,
+        "mirrors": [MIRROR, SECURITY_MIRROR],
         "apt": host_module.apt_settings(),
         "certificates": [hashlib.sha256(path.read_bytes()).hexdigest() for path in host_certificates()],
     }
@@ -78,17 +97,26 @@ def _mmdebstrap(made_from: dict[str, object], target: Path) -> None:
     apt: dict[str, str] = made_from["apt"]  # type: ignore[assignment]
     lines = "".join(f'{name} "{value}";\n' for name, value in apt.items())
     argv = [
-        "mmdebstrap", "--mode=root", "--variant=minbase", "--format=tar", f"--include={','.join(INCLUDE)}",
+        "mmdebstrap",
+        "--mode=root",
+        "--variant=minbase",
+        "--format=tar",
+        f"--include={','.join(INCLUDE)}",
         "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg",
-        "--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*",
+        "--dpkgopt=path-exclude=/usr/share/doc/*",
+        "--dpkgopt=path-exclude=/usr/share/man/*",
         "--dpkgopt=path-exclude=/usr/share/locale/*",
         *(f'--aptopt={name} "{value}"' for name, value in apt.items()),
-        *(f"--customize-hook=copy-in {shlex.quote(str(path))} /usr/local/share/ca-certificates"
-          for path in host_certificates()),
-        f"--customize-hook=chroot \"$1\" sh -c {shlex.quote(CUSTOMIZE)}",
-        f"--customize-hook=printf %s {shlex.quote(lines)} > \"$1/etc/apt/apt.conf.d/90host\"",
-        SUITE, str(target),
-        f"deb {MIRROR} {SUITE} main", f"deb {MIRROR} {SUITE}-updates main",
+        *(
+            f"--customize-hook=copy-in {shlex.quote(str(path))} /usr/local/share/ca-certificates"
+            for path in host_certificates()
+        ),
+        f'--customize-hook=chroot "$1" sh -c {shlex.quote(CUSTOMIZE)}',
+        f'--customize-hook=printf %s {shlex.quote(lines)} > "$1/etc/apt/apt.conf.d/90host"',
+        SUITE,
+        str(target),
+        f"deb {MIRROR} {SUITE} main",
+        f"deb {MIRROR} {SUITE}-updates main",
         f"deb {SECURITY_MIRROR} {SUITE}-security main",
     ]
     run(argv, root=True, timeout=1200)
@@ -97,7 +125,7 @@ def _mmdebstrap(made_from: dict[str, object], target: Path) -> None:
 def ensure(rebuild: bool = False) -> str:
     """Return the name of an image of the present recipe, after building or importing it if need be.
 
-    :param rebuild: import it again even if podman lists it, because it may be unusable. The old one loses its name only,
+    :param rebuild: import it again even if podman lists it, because it may be unusable. The old one loses only its name,
         as removing it would take other boxes with it.
     """
     made_from = recipe()
@@ -114,6 +142,15 @@ def ensure(rebuild: bool = False) -> str:
                 _mmdebstrap(made_from, part)
                 part.rename(tarball)
         with phase("base image: importing into podman"):
-            run(["podman", "import", "--change=CMD [\"/sbin/init\"]", "--change=STOPSIGNAL SIGRTMIN+3",
-                 str(tarball), name], root=True)
+            run(
+                [
+                    "podman",
+                    "import",
+                    '--change=CMD ["/sbin/init"]',
+                    "--change=STOPSIGNAL SIGRTMIN+3",
+                    str(tarball),
+                    name,
+                ],
+                root=True,
+            )
     return name

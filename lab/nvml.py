@@ -13,8 +13,16 @@ FACTS_PATH = "/etc/nvml-sim/facts.json"
 SOURCE = NVML_SIM / "nvml_sim.c"
 # Without _GNU_SOURCE and below C23: glibc 2.38 and later would otherwise bind strtol and friends to symbols that
 # the older C library of a box does not have.
-FLAGS = ("-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared",
-         "-Wl,-soname,libnvidia-ml.so.1")
+FLAGS = (
+    "-std=c11",
+    "-D_POSIX_C_SOURCE=200809L",
+    "-O2",
+    "-Wall",
+    "-Wextra",
+    "-fPIC",
+    "-shared",
+    "-Wl,-soname,libnvidia-ml.so.1",
+)
 
 
 def build(source: Path = SOURCE) -> bytes | None:

