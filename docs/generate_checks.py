@@ -44,6 +44,8 @@ GROUPS = {
     "serving": "Serving",
 }
 
+SECTIONS = {"checkpoint": "checkpoint", "products": "engine"}
+
 
 def page() -> str:
     """Return the text of docs/checks.md."""
@@ -51,7 +53,7 @@ def page() -> str:
     for name, item in CHECKS.items():
         sections[item.group] += entry(name, item.about, item.codes)
     for name, other in DELEGATED.items():
-        sections[other.module] += entry(name, other.about, other.codes)
+        sections[SECTIONS[other.module]] += entry(name, other.about, other.codes)
     parts = [INTRODUCTION]
     for group, title in GROUPS.items():
         parts.append("\n".join([f"## {title}", "", *sections[group]]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
-from vllm_fleet import checks, cli, journal
+from vllm_fleet import checks, cli, journal, products
 from vllm_fleet.commands import doctor
 from vllm_fleet.errors import UsageError
 from vllm_fleet.preflight import gather, report, run
@@ -331,7 +331,7 @@ def test_codes_of_other_modules_are_theirs() -> None:
     """What the page lists for another module is what that module can say, in both directions."""
     texts = set()
     named: Dict[str, set[str]] = {}
-    for name in ("checkpoint.py", "checkpoint_pass.py"):
+    for name in ("checkpoint.py", "checkpoint_pass.py", "products.py", "products_pass.py"):
         tree = ast.parse((REPOSITORY / "module_utils/vllm_fleet" / name).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -344,9 +344,7 @@ def test_codes_of_other_modules_are_theirs() -> None:
         if check != "checkpoint_free_space":  # the preflight has a check of its own for room
             assert reasons <= set(DELEGATED[check].codes), check
     for name, item in DELEGATED.items():
-        if item.module == "checkpoint":
-            for reason in item.codes:
-                # the path's codes are put together from the state of the directory
-                assert reason in texts or reason.replace("checkpoint_", "", 1) in ("not_a_directory", "unreadable"), (
-                    name
-                )
+        for reason in item.codes:
+            # the path's codes are put together from the state of the directory
+            assert reason in texts or reason in ("checkpoint_not_a_directory", "checkpoint_unreadable"), name
+    assert set(products.PROBLEMS) <= set(DELEGATED["products"].codes)

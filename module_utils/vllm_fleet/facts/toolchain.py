@@ -19,11 +19,11 @@ from .host import can_act_as, read_text, run, under
 SYSTEMD_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _PROGRAM = """#include <Python.h>
-#include <vector>
+#include <new>
 {include}
 int main() {{
   {body}
-  return std::vector<int>(1, 0)[0];
+  return *new int(0);
 }}
 """
 

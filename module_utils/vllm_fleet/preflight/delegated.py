@@ -16,6 +16,24 @@ class Delegated(NamedTuple):
 
 
 DELEGATED: Dict[str, Delegated] = {
+    "products": Delegated(
+        "The build products of the engine's tree are the recorded ones, file by file. They are read at each start,"
+        " unless the tree is on a read-only mount and the engine says ``trust_read_only``.",
+        "products",
+        {
+            "products_ok": ok("every recorded file has its recorded hash"),
+            "read_only_mount": ok("the tree is on a read-only mount, which the engine trusts"),
+            "unrecorded": fail("there is no complete record: both the marker and the sums are needed", absent=True),
+            "engine_differs": fail("the tree holds the products of another engine"),
+            "malformed_line": fail("lines of the record are malformed"),
+            "escapes_tree": fail("a product is a link that leads out of the tree"),
+            "missing": fail("recorded files are missing"),
+            "unreadable": fail("recorded files can't be read"),
+            "changed": fail("recorded files have another hash"),
+            "extra": warn("files in product directories that the record does not know"),
+            "paths_unknown": unknown("the record does not say where products lie, so added files are not noticed"),
+        },
+    ),
     "checkpoint_path": Delegated(
         "The checkpoint directory is there. The other checks of it run only then.",
         "checkpoint",

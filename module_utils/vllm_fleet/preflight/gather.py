@@ -6,7 +6,7 @@ import copy
 import os
 from typing import Any, Dict, List, Optional
 
-from .. import checkpoint_pass, checks
+from .. import checkpoint_pass, checks, products_pass
 from ..facts import checkpoint_dir, engine_dir, host, ports, toolchain
 from .registry import Box, Lane, with_gpu, with_toolchain
 from .serving import in_unit
@@ -153,7 +153,9 @@ def _products(lane: Lane, root: str) -> List[checks.Result]:
     tree = lane["engine"].get("tree")
     if not tree or lane["engine"].get("products") != "sha256":
         return []
-    from .. import products
-
-    results: List[checks.Result] = products.verify(host.under(root, tree))
+    engine = lane["engine"]
+    report = products_pass.verify(
+        host.under(root, tree), engine=engine["id"], trust_read_only=bool(engine.get("trust_read_only"))
+    )
+    results: List[checks.Result] = report["results"]
     return results
