@@ -271,8 +271,8 @@ def _conflicts(know: Knowledge, groups: Sequence[Group]) -> List[Finding]:
             )
         elif chunked and know.vendor == "corex":
             message = (
-                "With --enable-chunked-prefill it wants the flash-attn backend; this card runs XFormers, so the workers "
-                "stop at their start."
+                "With --enable-chunked-prefill it wants the flash-attn backend; this card runs XFormers, so the "
+                "workers stop at their start."
             )
             add("--num-scheduler-steps", message, "Leave --num-scheduler-steps out.", source)
         elif chunked:
