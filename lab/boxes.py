@@ -225,16 +225,19 @@ def _start(box: Box) -> bool:
         return False
     if _process_alive(found):
         podman("stop", "-t", "5", box.container, check=False)
-    elif found["State"].get("Status") in ("running", "stopping", "paused") and EXITS.is_dir():
+    elif found["State"].get("Status") in ("running", "stopping", "paused"):
         # Its processes and podman's monitor were killed together, so nobody has told podman. The monitor would have
         # left the exit status in this file; with it podman sees the truth and the box keeps its contents.
-        run(["tee", str(EXITS / found["Id"])], root=True, stdin=b"137")
+        run(["tee", str(EXITS / found["Id"])], root=True, check=False, stdin=b"137")
     return run(["podman", "start", box.container], root=True, check=False, timeout=60).returncode == 0
 
 
 def _recipe(spec: BoxSpec, box: Box, host: Host, image_name: str, subnet: ipaddress.IPv4Network) -> str:
-    """Return the digest of what a container is made with; one made with something else is made anew."""
-    parts = [image_name, str(subnet), str(host), spec.shm_size, box.address]
+    """Return the digest of what a container is made with; one made with something else is made anew.
+
+    Limits are left out: they differ from shell to shell and are no reason to throw a working box away.
+    """
+    parts = [image_name, str(subnet), str(host.runtime), spec.shm_size, box.address]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -23,6 +23,7 @@ PACKAGES = {
     "netavark": "/usr/lib/podman/netavark",
     "aardvark-dns": "/usr/lib/podman/aardvark-dns",
     "iptables": "/usr/sbin/iptables",
+    "nftables": "/usr/sbin/nft",
     "mmdebstrap": "/usr/bin/mmdebstrap",
     "debian-archive-keyring": "/usr/share/keyrings/debian-archive-keyring.gpg",
     "openssh-client": "/usr/bin/ssh",
