@@ -50,6 +50,8 @@ class Search:
         layers: Optional[Sequence[int]],
     ) -> None:
         self.tensor, self.stages = tensor, stages
+        # Every GPU is used, so the last group is what the others leave, and the first holds the first kind.
+        self.tight = len(matrix) == tensor * stages
         self.layers = layers if layers is not None and len(set(layers)) > 1 else None
         self._make_kinds(matrix, nodes, free if self.layers else [0] * len(matrix))
         self.levels = sorted({value for row in self.links for value in row if value > 0}, reverse=True)
@@ -157,6 +159,10 @@ class Search:
         for group in found:
             group.poorest = min(self.free[kind] for kind in group.kinds)
         self.groups = found
+        self.by_packed = {group.packed: group for group in found}
+        self.by_first: Dict[int, List[_Group]] = {}
+        for group in found:
+            self.by_first.setdefault(group.kinds[0], []).append(group)
         self.rest: Dict[Tuple[int, int], Optional[float]] = {}
 
     def _best_sum(self) -> Optional[float]:
@@ -170,14 +176,34 @@ class Search:
         key = (count, free)
         if key in self.rest:
             return self.rest[key]
+        best: Optional[float] = None
+        if self.tight:
+            best = self._best_partition(count, free)
+            self.rest[key] = best
+            return best
         guard, spread = self.guard, free | self.guard
         fitting = [group for group in self.groups if (spread - group.packed) & guard == guard]
-        best: Optional[float] = None
         if fitting and count == 1:
             best = fitting[0].sum
         elif fitting:
             best = self._best_of(fitting, count, free)
         self.rest[key] = best
+        return best
+
+    def _best_partition(self, count: int, free: int) -> Optional[float]:
+        """Return the largest sum when ``count`` groups use up all of the ``free`` GPUs."""
+        if count == 1:
+            last = self.by_packed.get(free)
+            return None if last is None else last.sum
+        best: Optional[float] = None
+        first = next(
+            kind for kind, unit in enumerate(self.unit) if free % (unit << len(self.members[kind]).bit_length())
+        )
+        for group in self.by_first.get(first, []):
+            if self._fits(free, group.packed):
+                rest = self._best_rest(count - 1, free - group.packed)
+                if rest is not None and (best is None or group.sum + rest > best):
+                    best = group.sum + rest
         return best
 
     def _best_of(self, fitting: List[_Group], count: int, free: int) -> Optional[float]:
@@ -220,6 +246,7 @@ class Search:
             allowed = [group for group in allowed if all(joined[kind] for kind in group.kinds)]
         self.edge_level, self.poorest = edge, poorest
         self.allowed = allowed
+        self.allowed_packed = {group.packed: group for group in allowed}
         self.by_sum: Dict[float, List[_Group]] = {}
         for group in allowed:
             self.by_sum.setdefault(group.sum, []).append(group)
@@ -232,8 +259,13 @@ class Search:
 
     def _next(self, stage: int, free: int, need: float) -> List[_Group]:
         """Return groups for a stage that leave the needed sum within reach; they may still overlap."""
-        left = self.stages - stage
-        found = self.by_sum.get(need, []) if left == 1 else self.allowed
+        if stage < self.stages - 1:
+            found = self.allowed
+        elif self.tight:
+            last = self.allowed_packed.get(free)
+            found = [] if last is None or last.sum != need else [last]
+        else:
+            found = self.by_sum.get(need, [])
         if self.poorest is not None:
             least = self.poorest[stage]
             found = [group for group in found if group.poorest >= least]
@@ -241,13 +273,16 @@ class Search:
 
     def _reaches(self, stage: int, last: _Group, free: int, need: float) -> bool:
         """Return whether the stages from ``stage`` on can be filled after ``last``."""
-        if stage == self.stages:
+        left = self.stages - stage
+        if left == 0:
             return need == 0
+        if need > left * self.groups[0].sum:
+            return False
         key = (stage, last.kinds, free)
         if key in self.reached:
             return self.reached[key]
         answer = False
-        rest = self._best_rest(self.stages - stage, free)
+        rest = self._best_rest(left, free)
         if rest is not None and rest >= need:
             for group in self._next(stage, free, need):
                 if (
