@@ -127,6 +127,9 @@ BOX: Dict[str, Any] = {
     },
     "unit_path": f"{CUDA}/bin:/usr/bin:/bin",
     "entry_program": ENGINE_ROOT + "/venv/bin/vllm",
+    "entry_interpreter": ENGINE_ROOT + "/venv/bin/python3",
+    "entry_interpreter_real": "/usr/bin/python3.13",
+    "python_real": "/usr/bin/python3.13",
     "engine": {
         "root": True,
         "python": True,
@@ -140,7 +143,6 @@ BOX: Dict[str, Any] = {
             "interpreter": ENGINE_ROOT + "/venv/bin/python3",
         },
         "venv_version": "3.13",
-        "system_site_packages": False,
         "distributions": {"vllm": "0.30.0", "nvidia-ml-py": "13.610.43"},
     },
     "import_origin": {

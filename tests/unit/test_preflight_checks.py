@@ -77,32 +77,40 @@ CASES: List[Tuple[str, Change, str, str, str]] = [
         "vllm cannot run " + given.ENGINE_ROOT + "/venv/bin/python",
     ),
     ("interpreter", facts(access=None), "interpreter_ok", "pass", ""),
+    ("ninja", both(spec(engine__venv=None), facts()), "ninja_ok", "pass", ""),
     ("interpreter", facts(entry_program=None), "entry_missing", "fail", "PATH"),
     (
         "interpreter",
-        facts(engine__console_script__interpreter="/usr/bin/python3"),
+        facts(entry_interpreter="/usr/bin/python3"),
         "interpreter_outside_venv",
         "fail",
-        "/usr/bin/python3",
+        "bin/vllm runs under /usr/bin/python3",
     ),
     (
         "interpreter",
-        both(
-            spec(entry=["python3", "-m", "vllm.entrypoints.openai.api_server"]), facts(entry_program="/usr/bin/python3")
-        ),
+        facts(entry_program="/usr/bin/python3", entry_interpreter="/usr/bin/python3"),
         "interpreter_outside_venv",
         "fail",
-        "/usr/bin/python3",
+        "the entry runs under /usr/bin/python3",
     ),
     (
         "interpreter",
-        both(
-            spec(entry=["python3", "-m", "vllm.entrypoints.openai.api_server"], engine__route="vendor"),
-            facts(entry_program="/usr/bin/python3"),
-        ),
+        both(spec(engine__venv=None), facts(entry_program="/usr/bin/python3", entry_interpreter="/usr/bin/python3")),
         "interpreter_ok",
         "pass",
         "/usr/bin/python3",
+    ),
+    (
+        "interpreter",
+        both(
+            spec(engine__venv=None),
+            facts(
+                entry_interpreter="/home/u/.pyenv/shims/python3", entry_interpreter_real="/home/u/.pyenv/shims/python3"
+            ),
+        ),
+        "interpreter_outside_venv",
+        "fail",
+        ".pyenv",
     ),
     ("interpreter", facts(engine__venv_version="3.12"), "python_version_differs", "fail", "3.12"),
     ("import_origin", facts(), "origin_ok", "pass", "tree/vllm"),
@@ -413,6 +421,14 @@ CASES: List[Tuple[str, Change, str, str, str]] = [
     ("driver_cuda", facts(driver_cuda=None), "driver_cuda_unknown", "unknown", ""),
     ("nouveau", facts(), "nouveau_absent", "pass", ""),
     ("nouveau", facts(kernel_modules=["nouveau", "ttm"]), "nouveau_loaded", "fail", "nouveau"),
+    ("nouveau", facts(topology__extra={"pci": [{"bus_id": "0", "driver": "nouveau"}]}), "nouveau_loaded", "fail", ""),
+    (
+        "nouveau",
+        facts(kernel_modules=None, topology__extra={"pci": [{"bus_id": "0", "driver": "nvidia"}]}),
+        "nouveau_absent",
+        "pass",
+        "",
+    ),
     ("nouveau", facts(kernel_modules=None), "nouveau_unknown", "unknown", ""),
     ("gpu_processes", facts(), "gpus_free", "pass", "2 GPUs"),
     (

@@ -243,6 +243,45 @@ def test_an_installed_engine(tmp_path: Path) -> None:
     assert found["distributions"] == {"nvidia-ml-py": "13.610.43", "pynvml": "11.5.3"}
 
 
+@pytest.mark.parametrize(
+    ("text", "interpreter"),
+    [
+        ("#!/opt/e/venv/bin/python3 -I\nimport x\n", "/opt/e/venv/bin/python3"),
+        ("#!/bin/sh\n'''exec' \"/opt/a b/python3\" \"$0\" \"$@\"\n' '''\n", "/opt/a b/python3"),
+        ("#!/bin/sh\n'''exec' \"/opt/long/venv/bin/python3\" \"$0\" \"$@\"\n' '''\n", "/opt/long/venv/bin/python3"),
+        ("#!/bin/sh\n'''exec' /opt/long/venv/bin/python3 \"$0\" \"$@\"\n' '''\n", "/opt/long/venv/bin/python3"),
+        ("\x7fELF", None),
+        ("#!\n", None),
+        ("", None),
+    ],
+)
+def test_script_interpreter(tmp_path: Path, text: str, interpreter: Any) -> None:
+    write(tmp_path, "/script", text)
+    assert engine_dir.script_interpreter("/script", str(tmp_path)) == interpreter
+    assert engine_dir.script_interpreter("/absent", str(tmp_path)) is None
+
+
+def test_a_vendor_s_engine_has_no_venv(tmp_path: Path) -> None:
+    """CoreX: the packages come by PYTHONPATH, the system's Python also looks into the user's and its own."""
+    data: Dict[str, Any] = {"root": "/usr/local/corex", "venv": None, "python": "/usr/bin/python3", "tree": None}
+    data["site_packages"] = "/usr/local/corex/lib64/python3/dist-packages"
+    write(tmp_path, data["site_packages"] + "/vllm/__init__.py")
+    found = engine_dir.read(data, str(tmp_path))
+    assert found["package"] and found["console_script"]["path"] is None and found["venv_version"] is None
+
+    def place(**env: str) -> Any:
+        options: Dict[str, Any] = {"workdir": "/w", "env": env, "home": "/home/v", "root": str(tmp_path)}
+        return engine_dir.import_origin("vllm", data, **options)["source"]
+
+    assert place() is None
+    assert place(PYTHONPATH=data["site_packages"]) == "pythonpath"
+    write(tmp_path, "/usr/local/lib/python3.10/dist-packages/vllm/__init__.py")
+    assert place() == "system"
+    write(tmp_path, "/home/v/.local/lib/python3.10/site-packages/vllm/__init__.py")
+    assert place() == "user_site"
+    assert place(PYTHONPATH=data["site_packages"]) == "pythonpath"
+
+
 def test_an_absent_engine(tmp_path: Path) -> None:
     found = engine_dir.read(engine(), str(tmp_path))
     assert not found["root"] and not found["python"] and not found["console_script"]["exists"]

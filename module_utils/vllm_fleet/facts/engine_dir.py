@@ -15,19 +15,15 @@ _MODULE_SUFFIXES = (".py", ".pyc", ".so")
 
 
 def read(engine: Dict[str, Any], root: str = "/") -> Dict[str, Any]:
-    """Describe an installed engine.
+    """Describe an installed engine. A vendor's engine has no venv: it lies in its SDK and runs on the system's Python.
 
-    Returns ``{"root", "python", "package", "tree_package"}`` (whether each is there; ``python`` means an executable),
-    ``{"console_script": {"exists", "executable", "interpreter"}}``, ``{"venv_version": "3.11"}`` from ``pyvenv.cfg``
-    and ``{"distributions": {name: version}}`` for the packages that matter to the checks.
+    Returns ``{"root", "python", "site_packages", "package", "tree_package"}`` (whether each is there; ``python`` means
+    an executable), ``{"console_script": {"path", "exists", "executable", "interpreter"}}``, ``{"venv_version"}``
+    from ``pyvenv.cfg`` and ``{"distributions": {name: version}}`` for the packages that matter to the checks.
     """
-    script = os.path.join(engine["venv"], "bin/vllm")
-    real_script = under(root, script)
-    first = (_first_line(real_script) or "")[:512]
-    site = engine["site_packages"]
-    tree = engine.get("tree")
-    config = read_text(under(root, os.path.join(engine["venv"], "pyvenv.cfg"))) or ""
-    version = re.search(r"^version(?:_info)?\s*=\s*(\d+\.\d+)", config, re.MULTILINE)
+    site, tree, venv = engine["site_packages"], engine.get("tree"), engine.get("venv")
+    script = os.path.join(venv, "bin/vllm") if venv else None
+    version = re.search(r"^version(?:_info)?\s*=\s*(\d+\.\d+)", _venv_config(engine, root), re.MULTILINE)
     return {
         "root": os.path.isdir(under(root, engine["root"])),
         "python": _executable(under(root, engine["python"])),
@@ -36,14 +32,33 @@ def read(engine: Dict[str, Any], root: str = "/") -> Dict[str, Any]:
         "tree_package": os.path.isfile(under(root, os.path.join(tree, "vllm/__init__.py"))) if tree else None,
         "console_script": {
             "path": script,
-            "exists": os.path.isfile(real_script),
-            "executable": _executable(real_script),
-            "interpreter": first[2:].split()[0] if first.startswith("#!") and first[2:].split() else None,
+            "exists": bool(script) and os.path.isfile(under(root, str(script))),
+            "executable": bool(script) and _executable(under(root, str(script))),
+            "interpreter": script_interpreter(script, root) if script else None,
         },
         "venv_version": version.group(1) if version else None,
-        "system_site_packages": "include-system-site-packages = true" in config.lower(),
         "distributions": distributions(site, ("vllm", "torch", "pynvml", "nvidia-ml-py"), root),
     }
+
+
+def script_interpreter(path: str, root: str = "/") -> Optional[str]:
+    """Return the interpreter that a script names in its first line, ``None`` for what is no script.
+
+    Installers give long paths in a second line, behind a first one for ``/bin/sh``: a kernel reads only 127 characters.
+    """
+    try:
+        with open(under(root, path), "rb") as handle:
+            lines = handle.read(4096).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    if not lines or not lines[0].startswith("#!") or not lines[0][2:].split():
+        return None
+    interpreter = lines[0][2:].split()[0]
+    if os.path.basename(interpreter) == "sh" and len(lines) > 1:
+        found = re.match(r"""'''exec' (?:"([^"]+)"|([^" ]+)) """, lines[1])
+        if found:
+            return found.group(1) or found.group(2)
+    return interpreter
 
 
 def distributions(site_packages: str, names: Sequence[str], root: str = "/") -> Dict[str, str]:
@@ -78,9 +93,11 @@ def import_origin(
     """
     search = [("workdir", [workdir])] if env.get("PYTHONSAFEPATH", "") == "" else []
     search.append(("pythonpath", [entry or workdir for entry in _path_entries(env.get("PYTHONPATH", ""))]))
-    search.append(("site_packages", [engine["site_packages"]]))
-    added, mapping = _path_files(engine["site_packages"], root)
-    search.append(("editable", added))
+    added: List[str] = []
+    mapping: Dict[str, str] = {}
+    if engine.get("venv"):
+        added, mapping = _path_files(engine["site_packages"], root)
+        search += [("site_packages", [engine["site_packages"]]), ("editable", added)]
     for source, directories in search:
         for directory in directories:
             absolute = directory if os.path.isabs(directory) else os.path.join(workdir, directory)
@@ -100,16 +117,18 @@ def import_origin(
 def _outside(
     package: str, engine: Dict[str, Any], env: Dict[str, str], home: Optional[str], root: str
 ) -> Tuple[Optional[str], str]:
-    """Look where a venv only looks when it was made with system site-packages."""
-    config = (read_text(under(root, os.path.join(engine["venv"], "pyvenv.cfg"))) or "").lower()
-    if "include-system-site-packages = true" not in config:
+    """Look where a venv only looks when it was made with system site-packages, and the system's Python always."""
+    if engine.get("venv") and "include-system-site-packages = true" not in _venv_config(engine, root).lower():
         return None, ""
     version = os.path.basename(os.path.dirname(engine["site_packages"]))
+    if not re.match(r"python3\.\d+\Z", version):
+        version = "python3.*"
     base = env.get("PYTHONUSERBASE") or (os.path.join(home, ".local") if home else "")
     places: List[Tuple[str, str]] = []
     if base and env.get("PYTHONNOUSERSITE", "") == "":
-        places.append(("user_site", os.path.join(base, "lib", version, "site-packages")))
-    places += [("system", f"/usr/local/lib/{version}/dist-packages"), ("system", "/usr/lib/python3/dist-packages")]
+        places += [("user_site", path) for path in _matching(os.path.join(base, "lib", version, "site-packages"), root)]
+    for pattern in (f"/usr/local/lib/{version}/dist-packages", "/usr/lib/python3/dist-packages"):
+        places += [("system", path) for path in _matching(pattern, root)]
     for source, directory in places:
         origin = _locate(directory, package, root)
         if origin:
@@ -165,6 +184,18 @@ def _path_files(site_packages: str, root: str) -> Tuple[List[str], Dict[str, str
     return added, mapping
 
 
+def _venv_config(engine: Dict[str, Any], root: str) -> str:
+    """Return the text of the venv's ``pyvenv.cfg``, empty without one."""
+    venv = engine.get("venv")
+    return (read_text(under(root, os.path.join(venv, "pyvenv.cfg"))) or "") if venv else ""
+
+
+def _matching(pattern: str, root: str) -> List[str]:
+    """Return the directories that match a pattern, as seen below ``root``."""
+    prefix = "" if root == "/" else root.rstrip("/")
+    return sorted(path[len(prefix) :] for path in glob.glob(glob.escape(prefix) + pattern))
+
+
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -178,11 +209,3 @@ def _listing(directory: str) -> List[str]:
 
 def _executable(path: str) -> bool:
     return os.path.isfile(path) and os.access(path, os.X_OK)
-
-
-def _first_line(path: str) -> Optional[str]:
-    try:
-        with open(path, "rb") as handle:
-            return handle.readline(1024).decode("utf-8", "replace")
-    except OSError:
-        return None

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from .. import versions
 from .host import can_act_as, read_text, run, under
@@ -50,7 +50,7 @@ def read(
         "cuda_home_source": source,
         "cc": which(env.get("CC") or "cc", env["PATH"], root),
         "cxx": cxx,
-        "ninja": which("ninja", os.path.join(lane["engine"]["venv"], "bin") + ":" + env["PATH"], root),
+        "ninja": which("ninja", ":".join([*_venv_bin(lane), env["PATH"]]), root),
         "host_compiler": {"path": host_compiler, "family": "unknown", "major": None},
         "python_include": None,
         "python_header": None,
@@ -82,6 +82,11 @@ def read(
     if facts["cxx"] and facts["python_header"]:
         facts["compile"] = dict(_compile(facts, runner, env), user=runner["name"] if runner else None)
     return facts
+
+
+def _venv_bin(lane: Dict[str, Any]) -> List[str]:
+    venv = lane["engine"].get("venv")
+    return [os.path.join(venv, "bin")] if venv else []
 
 
 def environment(lane: Dict[str, Any]) -> Dict[str, str]:

@@ -36,7 +36,7 @@ def engine_installed(lane: Lane, box: Box) -> List[Finding]:
         if not found["tree_package"]:
             needed = "the engine's source tree with its build products"
             return [Finding("package_missing", f"no {engine['tree']}/vllm/__init__.py", needed, fix)]
-    elif engine["route"] != "vendor" and not found["package"]:
+    elif not found["package"]:
         return [
             Finding(
                 "package_missing", f"no vllm package in {engine['site_packages']}", f"vLLM {engine['version']}", fix
@@ -57,9 +57,7 @@ def engine_installed(lane: Lane, box: Box) -> List[Finding]:
             "the service user cannot run the interpreter, or the program that the unit starts"
         ),
         "entry_missing": fail("the entry's program is not found on the unit's PATH", absent=True),
-        "interpreter_outside_venv": fail(
-            "the entry runs under another Python than the one the engine is installed for"
-        ),
+        "interpreter_outside_venv": fail("the entry runs under another Python than the engine's"),
         "engine_absent": unknown("there is no engine to look at", absent=True),
         "python_version_differs": fail("the venv's Python is of another minor version than the engine's packages"),
     },
@@ -70,29 +68,24 @@ def interpreter(lane: Lane, box: Box) -> List[Finding]:
     engine, found = lane["engine"], box["engine"]
     if not found["root"]:
         return [_absent(lane)]
-    entry, program = lane["entry"][0], box["entry_program"]
-    fix = f"start the engine as {engine['venv']}/bin/vllm or {engine['python']} -m …"
+    program, runs, venv = box["entry_program"], box["entry_interpreter"], engine.get("venv")
     if program is None:
-        return [
-            Finding(
-                "entry_missing", f"{entry} is not found in the unit's PATH", "the program that the unit starts", fix
-            )
-        ]
+        text = f"{lane['entry'][0]} is not found in the unit's PATH"
+        return [Finding("entry_missing", text, "the program that the unit starts", "install the engine")]
     closed = [path for path in dict.fromkeys([program, engine["python"]]) if denied(box, path, "x")]
     if closed:
         text = f"{box['user_name']} cannot run {shorten(closed)}"
         needed = "an interpreter outside private directories such as /root"
         return [Finding("interpreter_not_executable", text, needed, f"install the engine {engine['id']} again")]
-    venv_bin = os.path.join(engine["venv"], "bin") + "/"
-    if engine["route"] != "vendor":
-        script = found["console_script"]
-        runs = script["interpreter"] if program == script["path"] else program
-        if runs and not runs.startswith(venv_bin):
-            return [
-                Finding(
-                    "interpreter_outside_venv", f"{program} runs under {runs}", f"an interpreter of {venv_bin}", fix
-                )
-            ]
+    right = (
+        runs.startswith(os.path.join(venv, "bin") + "/")
+        if venv
+        else box["entry_interpreter_real"] == box["python_real"]
+    )
+    if not right:
+        text = f"{program} runs under {runs}" if runs != program else f"the entry runs under {runs}"
+        fix = "put the engine's bin first on the lane's PATH, or name the program by its path"
+        return [Finding("interpreter_outside_venv", text, engine["python"], fix)]
     version = os.path.basename(os.path.dirname(engine["site_packages"]))
     if found["venv_version"] and version.startswith("python") and version != f"python{found['venv_version']}":
         text = f"the venv is Python {found['venv_version']}, its packages lie in lib/{version}"

@@ -64,7 +64,7 @@ def read_lane(
     if lane.get("log"):
         box["log"] = dict(host.filesystem(lane["log"], root), parent=host.under(root, os.path.dirname(lane["log"])))
     box["unit_path"] = env["PATH"]
-    box["entry_program"] = toolchain.which(lane["entry"][0], env["PATH"], root)
+    box.update(_entry(lane, env["PATH"], root))
     asked = [cache, lane["workdir"], engine["python"], box["entry_program"]]
     box["access"] = host.access_as(account, [path for path in asked if path], root)
     box["engine"] = engine_dir.read(engine, root)
@@ -84,6 +84,26 @@ def read_lane(
         box["toolchain"] = tools
     box["results"] = _checkpoint(lane, root, user, dry_run) + (_products(lane, root) if hashing else [])
     return box
+
+
+def _entry(lane: Lane, path: str, root: str) -> Dict[str, Optional[str]]:
+    """Return the program that the unit starts and the interpreter that it runs under.
+
+    A bare ``python3`` is looked up on the unit's PATH although systemd is given the engine's own: Python finds its
+    libraries by the name that it was called by. Another bare word is a script of the venv.
+    """
+    engine, word = lane["engine"], lane["entry"][0]
+    if "/" not in word and not word.startswith("python") and engine.get("venv"):
+        word = os.path.join(engine["venv"], "bin", word)
+    program = toolchain.which(word, path, root)
+    script = engine_dir.script_interpreter(program, root) if program else None
+    runs = script or program
+    return {
+        "entry_program": program,
+        "entry_interpreter": runs,
+        "entry_interpreter_real": os.path.realpath(host.under(root, runs)) if runs else None,
+        "python_real": os.path.realpath(host.under(root, engine["python"])),
+    }
 
 
 def own_processes_removed(

@@ -143,18 +143,19 @@ def driver_cuda(lane: Lane, box: Box) -> List[Finding]:
     {
         "nouveau_absent": ok("nouveau is not loaded"),
         "nouveau_loaded": fail("nouveau is loaded and owns the cards"),
-        "nouveau_unknown": unknown("the list of kernel modules could not be read"),
+        "nouveau_unknown": unknown("neither the kernel's modules nor the drivers of the cards could be read"),
     },
     applies=with_nvidia,
 )
 def nouveau(lane: Lane, box: Box) -> List[Finding]:
-    """The ``nouveau`` module is not loaded; it would own the cards, and the driver's module would find none."""
-    loaded = box["kernel_modules"]
-    if loaded is None:
-        return [Finding("nouveau_unknown", "/proc/modules could not be read")]
-    if "nouveau" in loaded:
+    """The ``nouveau`` module is not loaded and owns no card; the driver's module would find none."""
+    cards = ((box["topology"] or {}).get("extra") or {}).get("pci") or []
+    drivers = [card["driver"] for card in cards]
+    if "nouveau" in [*(box["kernel_modules"] or []), *drivers]:
         fix = "blacklist nouveau, rebuild the initramfs and reboot"
         return [Finding("nouveau_loaded", "the nouveau module is loaded", "the driver's module alone", fix)]
+    if box["kernel_modules"] is None and (not drivers or None in drivers):
+        return [Finding("nouveau_unknown", "neither /proc/modules nor the cards' drivers could be read")]
     return [Finding("nouveau_absent", "nouveau is not loaded")]
 
 

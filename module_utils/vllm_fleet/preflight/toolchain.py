@@ -38,7 +38,7 @@ def compiler(lane: Lane, box: Box) -> List[Finding]:
 )
 def ninja(lane: Lane, box: Box) -> List[Finding]:
     """The build driver ``ninja`` is found by the processes that the unit starts."""
-    path, venv_bin = box["toolchain"]["ninja"], os.path.join(lane["engine"]["venv"], "bin")
+    path, venv_bin = box["toolchain"]["ninja"], os.path.join(lane["engine"].get("venv") or "/nonexistent", "bin")
     if not path:
         return [
             Finding("ninja_missing", "no ninja", "ninja for the first start's kernels", "apt-get install ninja-build")
