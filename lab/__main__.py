@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from . import ask, boxes, checkpoint, converge, environment, host, registry, wheels
-from .settings import CHECKPOINT, LAB_BOXES, LAB_LANES, VENV, BoxSpec
+from . import ask, boxes, converge, environment, host, registry, wheels
+from .settings import LAB_BOXES, LAB_LANES, VENV, BoxSpec
 from .shell import LabError, say
 
 
@@ -18,7 +18,6 @@ def _up(args: argparse.Namespace) -> int:
     machine = host.ready()
     say(f"   {host.describe(machine)}")
     registry.make_api_keys(LAB_LANES)
-    checkpoint.generate(CHECKPOINT)
     boxes.up(list(LAB_BOXES), machine)
     if args.boxes_only:
         return 0

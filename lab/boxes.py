@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import image, nvml
+from . import checkpoint, image, nvml
 from .host import Host
 from .network import address_for, ensure_network, other_address
 from .registry import (
@@ -36,7 +36,7 @@ from .registry import (
     register,
     registry,
 )
-from .settings import CACHE, LAB_BOXES, LABEL, NETWORK, PREFIX, ROOT, STATE, USER, BoxSpec
+from .settings import BOX_CHECKPOINT, CACHE, CHECKPOINT, LAB_BOXES, LABEL, NETWORK, PREFIX, ROOT, STATE, USER, BoxSpec
 from .shell import LabError, phase, podman, run, say
 
 APT_POOL = CACHE / "apt"
@@ -71,19 +71,8 @@ def _inspect(container: str) -> dict[str, Any] | None:
     return found
 
 
-def _archive(spec: BoxSpec, library: bytes | None) -> bytes:
-    """Return the files that make the image this box, as a tar stream (everything root's)."""
-    host_key = box_dir(spec.name) / "ssh_host_ed25519_key"
-    files = [
-        ("etc/ssh/ssh_host_ed25519_key", host_key.read_bytes(), 0o600),
-        ("etc/ssh/ssh_host_ed25519_key.pub", host_key.with_name(host_key.name + ".pub").read_bytes(), 0o644),
-        (f"etc/ssh/authorized_keys/{USER}", CLIENT_KEY.with_name(CLIENT_KEY.name + ".pub").read_bytes(), 0o644),
-    ]
-    if library is not None and spec.nvml is not None:
-        files += [
-            (nvml.LIBRARY_PATH.lstrip("/"), library, 0o644),
-            (nvml.FACTS_PATH.lstrip("/"), spec.nvml.read_bytes(), 0o644),
-        ]
+def _archive(files: list[tuple[str, bytes, int]]) -> bytes:
+    """Return files (path below the root, content, mode) as a tar stream; everything is root's."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, data, mode in files:
@@ -94,8 +83,29 @@ def _archive(spec: BoxSpec, library: bytes | None) -> bytes:
 
 
 def _furnish(spec: BoxSpec, box: Box, library: bytes | None) -> None:
-    """Put keys and simulated GPUs into a box, running or not; a changed simulator needs no new box."""
-    podman("cp", "-", f"{box.container}:/", stdin=_archive(spec, library))
+    """Put into a box, running or not, what its owner would: keys, GPUs and, once, the model.
+
+    Changed simulated GPUs need no new box. The model is left alone once it is there, because roles may edit its files.
+    """
+    host_key = box_dir(spec.name) / "ssh_host_ed25519_key"
+    files = [
+        ("etc/ssh/ssh_host_ed25519_key", host_key.read_bytes(), 0o600),
+        ("etc/ssh/ssh_host_ed25519_key.pub", host_key.with_name(host_key.name + ".pub").read_bytes(), 0o644),
+        (f"etc/ssh/authorized_keys/{USER}", CLIENT_KEY.with_name(CLIENT_KEY.name + ".pub").read_bytes(), 0o644),
+    ]
+    if spec.nvml is not None:
+        if library is not None:
+            files += [
+                (nvml.LIBRARY_PATH.lstrip("/"), library, 0o644),
+                (nvml.FACTS_PATH.lstrip("/"), spec.nvml.read_bytes(), 0o644),
+            ]
+        there = ["podman", "exec", box.container, "test", "-e", f"{BOX_CHECKPOINT}/config.json"]
+        if run(there, root=True, check=False).returncode:
+            model = checkpoint.generate(CHECKPOINT)
+            files += [
+                (f"{BOX_CHECKPOINT}/{path.name}".lstrip("/"), path.read_bytes(), 0o644) for path in model.iterdir()
+            ]
+    podman("cp", "-", f"{box.container}:/", stdin=_archive(files))
 
 
 def _create(spec: BoxSpec, box: Box, host: Host, image_name: str, recipe: str) -> None:

@@ -50,4 +50,6 @@ LAB_BOXES = (
 
 #: lanes that the lab's inventory serves; each gets an API key
 LAB_LANES: dict[str, tuple[str, ...]] = {"box1": ("main",), "box2": ("main",)}
+#: the tiny checkpoint, here and on the boxes
 CHECKPOINT = STATE / "checkpoints" / "tiny"
+BOX_CHECKPOINT = "/srv/models/tiny"
