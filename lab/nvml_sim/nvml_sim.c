@@ -439,6 +439,11 @@ static int mebibytes(const struct device *device, const char *key, unsigned long
     return OK;
 }
 
+static unsigned long long reserved(const struct device *device)
+{
+    return (unsigned long long)(json_number(device->facts, "memory_reserved_mib", 0) * 1048576.0);
+}
+
 struct memory { unsigned long long total, free, used; };
 struct memory_v2 { unsigned version; unsigned long long total, reserved, free, used; };
 #define MEMORY_V2 ((unsigned)(sizeof(struct memory_v2) | 2u << 24))
@@ -450,8 +455,10 @@ API int nvmlDeviceGetMemoryInfo(struct device *device, struct memory *out)
         code = mebibytes(device, "memory_total_mib", &out->total);
     if (!code)
         code = mebibytes(device, "memory_used_mib", &out->used);
-    if (!code)
+    if (!code) { /* this version counts as used what the driver keeps for itself */
+        out->used += reserved(device);
         out->free = out->total - out->used;
+    }
     return code;
 }
 
@@ -463,9 +470,9 @@ API int nvmlDeviceGetMemoryInfo_v2(struct device *device, struct memory_v2 *out)
     int code = nvmlDeviceGetMemoryInfo(device, &plain);
     if (!code) {
         out->total = plain.total;
-        out->reserved = 0;
+        out->reserved = reserved(device);
         out->free = plain.free;
-        out->used = plain.used;
+        out->used = plain.used - out->reserved;
     }
     return code;
 }

@@ -7,9 +7,9 @@ import shutil
 import stat
 
 import pytest
+from vllm_fleet.facts import collect, corex
 
 from tests import simulator
-from vllm_fleet.facts import collect, corex
 
 TABLE = """\
 Timestamp    Tue Jul 14 10:15:00 2026
@@ -54,7 +54,7 @@ def test_the_table():
 
 
 def test_a_table_without_processes_leaves_them_unknown():
-    answer = corex.parse_table(TABLE.split("| Processes:")[0])
+    answer = corex.parse_table(TABLE.split("| Processes:", maxsplit=1)[0])
     assert [gpu["processes"] for gpu in answer["gpus"]] == [None, None]
     assert [gpu["uuid"] for gpu in answer["gpus"]] == [None, None]
 

@@ -41,6 +41,12 @@ def test_what_the_facts_file_says_comes_back_through_pynvml(name, facts_file):
     assert [card["minor"] for card in answer["cards"]] == [0, 1, 2, 3]
 
 
+def test_what_the_driver_keeps_for_itself_is_not_in_use(facts_file):
+    facts = simulator.box("box2")
+    facts["gpus"][0]["memory_reserved_mib"] = 1400
+    assert simulator.python(READ, facts_file(facts))["gpus"][0]["memory_used_mib"] == 1
+
+
 def test_box1_gets_its_crossed_pairs_and_box2_its_bus_order(facts_file):
     code = (
         "import json; from vllm_fleet.facts import collect; from vllm_fleet.topology import decide;"
@@ -77,8 +83,8 @@ print(json.dumps({
  "status": [n.nvmlDeviceGetP2PStatus(h, p, i) for i in range(4)], "self": n.nvmlDeviceGetTopologyCommonAncestor(h, h),
  "power": [n.nvmlDeviceGetPowerManagementLimit(h), n.nvmlDeviceGetPowerManagementLimitConstraints(h)],
  "persistence": n.nvmlDeviceGetPersistenceMode(h), "vbios": n.nvmlDeviceGetVbiosVersion(h),
- "errors": [error(n.nvmlDeviceGetNvLinkState, h, 4), error(n.nvmlDeviceGetMigMode, h), error(n.nvmlDeviceGetNumaNodeId, h),
-            error(n.nvmlDeviceGetHandleByIndex, 4), error(n.nvmlDeviceGetHandleByUUID, "GPU-x")],
+ "errors": [error(n.nvmlDeviceGetNvLinkState, h, 4), error(n.nvmlDeviceGetMigMode, h),
+            error(n.nvmlDeviceGetNumaNodeId, h), error(n.nvmlDeviceGetHandleByIndex, 4), error(n.nvmlDeviceGetHandleByUUID, "GPU-x")],
 }))
 n.nvmlShutdown()
 """

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-
-from tests import simulator
 from vllm_fleet import engine_python, p2p_runner, verdict, verdict_store
 from vllm_fleet.commands import p2p_check
 from vllm_fleet.errors import RefusedError, UsageError
+
+from tests import simulator
 
 FAKES = Path(__file__).resolve().parent.parent / "fakes"
 PYTHONS = {"stand-in": sys.executable}

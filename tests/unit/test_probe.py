@@ -8,11 +8,11 @@ import stat
 import time
 
 import pytest
-
-from tests import simulator
 from vllm_fleet import checks, engine_python
 from vllm_fleet.commands import probe
 from vllm_fleet.errors import RefusedError, UsageError
+
+from tests import simulator
 
 #: stands in for the engine's Python: one behaviour a card
 PROGRAM = """#!/bin/sh

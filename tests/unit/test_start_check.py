@@ -10,12 +10,12 @@ import subprocess
 import sys
 
 import pytest
-
-from tests import simulator
-from tests.unit.preflight_fixtures import LANE
 from vllm_fleet import checks, runtime_env, start, verdict, verdict_store
 from vllm_fleet.commands import start_check
 from vllm_fleet.errors import RefusedError, UsageError
+
+from tests import simulator
+from tests.unit.preflight_fixtures import LANE
 
 
 class Box:
@@ -33,8 +33,8 @@ class Box:
         lane = copy.deepcopy(LANE)
         lane.update(lane=name, env={}, **changes)
         lane["policy"] = {
-            "enabled": True, "mode": "auto", "tensor_parallel": 2, "pipeline_parallel": 2, "gpus": None, "lane_gpus": None,
-            "exclude": [], "min_memory_mib": 0, "identical": True, "allow_busy": False, "p2p": "proven",
+            "enabled": True, "mode": "auto", "tensor_parallel": 2, "pipeline_parallel": 2, "gpus": None,
+            "lane_gpus": None, "exclude": [], "min_memory_mib": 0, "identical": True, "allow_busy": False, "p2p": "proven",
             "nccl_proto": "LL", "layer_partition": None, "bind": False, "cpus": None, "host_resident_kib": 0,
             "caller_env": {}, **(policy or {}),
         }  # fmt: skip
@@ -357,9 +357,9 @@ def test_an_unknown_lane_is_one_line_and_2():
     done = subprocess.run(
         [sys.executable, "-m", "vllm_fleet", "start-check", "no-such-lane"],
         env={**os.environ, "PYTHONPATH": str(simulator.ROOT / "module_utils")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "unknown_lane" in done.stderr

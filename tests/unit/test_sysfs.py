@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import struct
 import time
+from pathlib import Path
 
 import pytest
-
 from vllm_fleet.facts import collect, sysfs
 
 
@@ -316,8 +316,11 @@ def test_a_child_that_hangs_dies_with_its_own_children(tmp_path):
     assert collect.in_child(work, 0.5) is None
     grandchild = int(marker.read_text())
     for _ in range(100):
-        status = open(f"/proc/{grandchild}/stat").read() if os.path.exists(f"/proc/{grandchild}") else ") Z"
-        if status.split(") ")[1][0] == "Z":
+        try:
+            state = Path(f"/proc/{grandchild}/stat").read_text().rsplit(") ", 1)[1][0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
             return
         time.sleep(0.02)
     raise AssertionError("the grandchild outlived its group")

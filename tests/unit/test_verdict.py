@@ -6,9 +6,9 @@ import copy
 import json
 
 import pytest
+from vllm_fleet import verdict, verdict_store
 
 from tests import simulator
-from vllm_fleet import verdict, verdict_store
 
 
 def facts_of_box1():
