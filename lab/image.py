@@ -125,8 +125,8 @@ def _mmdebstrap(made_from: dict[str, object], target: Path) -> None:
 def ensure(rebuild: bool = False) -> str:
     """Return the name of an image of the present recipe, after building or importing it if need be.
 
-    :param rebuild: import it again even if podman lists it, because it may be unusable. The old one loses only its name,
-        no more, as removing it would take other boxes with it.
+    :param rebuild: import it again even if podman lists it, because it may be unusable. The old one only loses its
+        name, as removing it would take other boxes with it.
     """
     made_from = recipe()
     name = image_name(made_from)
