@@ -32,7 +32,10 @@ def test_every_layout_says_the_same(text):
 
 
 def test_p2p_table():
-    text = " \t\x1b[4mGPU0\tGPU1\tGPU2\x1b[0m\n GPU0\tX\tOK\tCNS\n GPU1\tOK\tX\tNS\n GPU2\tCNS\tNS\tX\n\nLegend:\n  OK = Status Ok\n"
+    text = (
+        " \t\x1b[4mGPU0\tGPU1\tGPU2\x1b[0m\n GPU0\tX\tOK\tCNS\n GPU1\tOK\tX\tNS\n GPU2\tCNS\tNS\tX\n\n"
+        "Legend:\n  OK = Status Ok\n"
+    )
     matrix = smi.parse_matrix(text)
     found = {tuple(pair["gpus"]): pair["p2p_read"] for pair in smi.pairs(3, None, matrix, matrix)}
     assert found == {(0, 1): "ok", (0, 2): "chipset_not_supported", (1, 2): "not_supported"}
@@ -79,7 +82,7 @@ def test_what_is_no_table(text):
 
 
 LISTING = (
-    "00000000:41:00.0, GPU-b, NVIDIA GeForce RTX 3090, 24576, 1, 4, 1, 16, 16, [N/A], Disabled, Enabled, 94.02.42.00.B4\n"
+    "00000000:41:00.0, GPU-b, NVIDIA RTX 3090, 24576, 1, 4, 1, 16, 16, [N/A], Disabled, Enabled, 94.02.42.00.B4\n"
     "00000000:01:00.0, GPU-a, NVIDIA GeForce RTX 3090, 24576, 9000, 4, 4, 16, 8, Enabled, Enabled, Disabled, [N/A]\n"
     "00000000:81:00.0, [GPU is lost], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]\n"
 )

@@ -1,7 +1,8 @@
 """The tables of nvidia-smi: the fallback where pynvml is not there yet, such as before the first installation.
 
-NVML is always asked first. A layout changes with the driver and with what stdout is: escape codes, tabs or spaces, no NUMA
-columns, rows of network cards. What is no NVIDIA table (ROCm prints the same column names over weights) is not read at all.
+NVML is always asked first. A layout changes with the driver and with what stdout is: escape codes, tabs or spaces, no
+NUMA columns, rows of network cards. What is no NVIDIA table (ROCm prints the same column names over weights) is not
+read at all.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _switch(cell: str) -> Optional[bool]:
 
 
 def parse_gpus(listing: str, processes: Optional[str]) -> List[Dict[str, Any]]:
-    """Return the cards of a ``--query-gpu`` listing of :data:`_FIELDS` in CSV, with those of ``--query-compute-apps``."""
+    """Return the cards of ``--query-gpu`` (:data:`_FIELDS` in CSV) with the processes of ``--query-compute-apps``."""
     gpus = []
     for row in csv.reader(listing.splitlines(), skipinitialspace=True):
         if len(row) != len(_FIELDS.split(",")):
