@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import catalog, engines, fleet_report, profile, render, systemd  # noqa: E402
+from vllm_fleet import catalog, engine_args, engines, fleet_report, profile, render, systemd  # noqa: E402
 from vllm_fleet.errors import FleetError  # noqa: E402
 
 
@@ -69,6 +69,11 @@ def verify_rows(lanes: Any, box: str, probes: Any) -> List[Dict[str, str]]:
     return fleet_report.verify_rows(box, lanes, probes)
 
 
+def lint_lane(lane: Dict[str, Any]) -> List[Dict[str, str]]:
+    """Return what the table of flag lifetimes finds in a resolved lane; needs no engine."""
+    return engine_args.lint(lane["args"], lane["engine"]["version"], lane["env"])
+
+
 class FilterModule:
     """Ansible's entry point."""
 
@@ -79,6 +84,7 @@ class FilterModule:
             "vllm_fleet_engine_inputs": _readable(engine_inputs),
             "vllm_fleet_verify_rows": _readable(verify_rows),
             "vllm_fleet_verify_text": _readable(fleet_report.verify_text),
+            "vllm_fleet_lint": _readable(lint_lane),
             "systemd_exec_line": _readable(systemd.exec_line),
             "systemd_env_value": _readable(lambda value, name: systemd.environment_value(name, str(value))),
         }

@@ -6,6 +6,7 @@ Pure: data in, data out. The catalog's files are read by :mod:`.catalog`, the pl
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 import json
 import re
@@ -433,7 +434,7 @@ def resolve(
         policy["caller_env"] = {**caller, **policy["caller_env"]}
 
     sidecars = own.get("sidecars", profile["checkpoint"]["sidecars"])
-    return {
+    described: Dict[str, Any] = {
         "schema": 1,
         "lane": name,
         "profile": profile["id"],
@@ -464,6 +465,7 @@ def resolve(
         "workdir": f"{STATE_ROOT}/lanes/{name}",
         "notes": notes,
     }
+    return copy.deepcopy(described)  # nothing of the catalog's own data leaves
 
 
 def _profile_groups(profile: Mapping[str, Any], variables: Mapping[str, Any]) -> List[Group]:

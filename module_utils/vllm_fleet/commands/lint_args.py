@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional
@@ -53,7 +54,11 @@ def run(args: argparse.Namespace) -> int:
     if args.migrate:
         groups, env, changes = engine_args.migrate(source.groups, args.engine_version, source.env)
         remaining = engine_args.lint(groups, args.engine_version, env)
-        report.update(changes=changes, proposal=_proposal(source, groups, env), remaining=remaining)
+        if source.kind == "profile":
+            proposal = _profile(source.document, args.engine_version, args.catalog)
+        else:
+            proposal = _proposal(source, groups, env)
+        report.update(changes=changes, proposal=proposal, remaining=remaining)
         failed = any(item["status"] == FAIL for item in remaining)
     if args.json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
@@ -97,8 +102,9 @@ def _as_mapping(text: str, path: str) -> Optional[Dict[str, Any]]:
 
     try:
         data = catalog.parse_yaml(text, path, as_written=True)
-    except UsageError as error:
-        if Path(path).suffix in (".yml", ".yaml") or error.reason == "yaml_missing":
+    except UsageError:
+        looks_like_yaml = Path(path).suffix in (".yml", ".yaml") or re.search(r"^(command|args):", text, re.MULTILINE)
+        if looks_like_yaml:
             raise
         return None
     if isinstance(data, dict) and not set(data) & {"command", "args", "entry", "schema"}:
@@ -152,26 +158,40 @@ def _from_data(data: Any, path: str, catalog_directory: str) -> Source:
     if checked["checkpoint"]["path"] is None:
         lane["checkpoint"] = "/model"
     resolved = profile.resolve(lane, entries)
-    return Source("profile", resolved["entry"], resolved["args"], resolved["env"], [], checked)
+    return Source("profile", resolved["entry"], resolved["args"], resolved["env"], [], data)
 
 
 def _proposal(source: Source, groups: List[Group], env: Dict[str, str]) -> Dict[str, Any]:
-    """Return the proposal in the shape of what was read; for a profile, what a lane overrides."""
-    if source.kind == "platform":
-        document = dict(source.document)
-        document["command"] = [*source.entry, *(word for group in groups for word in group)]
-        if "env" in document:
-            document["env"] = [{"name": name, "value": value} for name, value in env.items()]
-        return document
-    if source.kind in ("words", "lane"):
-        return {"command": [*source.entry, *(word for group in groups for word in group)], "env": env}
-    kept = {group[0] for group in groups}
-    old = {group[0]: group for group in source.groups}
-    overrides: Dict[str, Any] = {flag: None for flag in old if flag not in kept}
-    for group in groups:
-        if group[0] not in old:
-            overrides[group[0]] = True if len(group) == 1 else group[1] if len(group) == 2 else group[1:]
-    return {"args": overrides, "env": {name: None for name in source.env if name not in env}}
+    """Return the proposal in the shape of what was read."""
+    command = [*source.entry, *(word for group in groups for word in group)]
+    if source.kind != "platform":
+        return {"command": command, "env": env}
+    document = {**source.document, "command": command}
+    if "env" in document:
+        document["env"] = [{"name": name, "value": value} for name, value in env.items()]
+    return document
+
+
+def _profile(document: Mapping[str, Any], version: str, catalog_directory: str) -> Dict[str, Any]:
+    """Return the same profile for another version, with that engine where the catalog has one."""
+    from .. import catalog
+
+    engines = catalog.load(catalog_directory).engines.values()
+    fitting = [
+        item for item in engines if item["version"] == version and item["accelerator"] == document["accelerator"]
+    ]
+    proposal = dict(document)
+    proposal["id"] = f"{document['id']}-vllm-{version.split('+', 1)[0]}"
+    proposal["engine"] = fitting[0]["id"] if fitting else document["engine"]
+    arguments: Dict[str, Any] = {}
+    for flag, value in document.get("args", {}).items():
+        kept, _, _ = engine_args.migrate([[flag]], version, {})
+        if kept:
+            arguments[kept[0][0]] = value
+    proposal["args"] = arguments
+    _, env, _ = engine_args.migrate([], version, {name: str(value) for name, value in document.get("env", {}).items()})
+    proposal["env"] = {name: value for name, value in document.get("env", {}).items() if name in env}
+    return proposal
 
 
 def _text(source: Source, proposal: Mapping[str, Any]) -> str:
@@ -180,5 +200,5 @@ def _text(source: Source, proposal: Mapping[str, Any]) -> str:
     if source.kind == "platform":
         return catalog.dump_platform(proposal)
     if source.kind == "profile":
-        return catalog.dump_yaml({key: value for key, value in proposal.items() if value} or {})
+        return catalog.dump_yaml(proposal)
     return " ".join(shlex.quote(word) for word in proposal["command"]) + "\n"
