@@ -121,7 +121,7 @@ def to_lane(variables: Mapping[str, str], profile: Mapping[str, Any], name: str)
 
 def _bind(given: Mapping[str, str], lane: Dict[str, Any], notes: List[str]) -> None:
     if "VLLM_API_KEY" in given:
-        lane["api_key_file"] = f"/etc/vllm-fleet/keys/{lane['name']}"
+        lane["api_key_file"] = f"/etc/vllm-fleet/secrets/{lane['name']}.key"
         notes.append("VLLM_API_KEY is a secret and is not copied: store the key in the file that api_key_file names.")
     elif given.get("HOST", "127.0.0.1") not in ("127.0.0.1", "localhost", "::1"):
         lane["allow_open_bind"] = True
