@@ -170,7 +170,9 @@ def _checkpoint(lane: Lane, root: str, user: str, dry_run: bool) -> List[checks.
 
 
 def _products(lane: Lane, root: str) -> List[checks.Result]:
-    tree = lane["engine"].get("tree")
+    engine = lane["engine"]
+    # a wheel-route engine has no source tree; its products lie where the wheel was installed
+    tree = engine.get("tree") or (engine.get("site_packages") if engine["route"] == "wheel" else None)
     if not tree or lane["engine"].get("products") != "sha256":
         return []
     engine = lane["engine"]
