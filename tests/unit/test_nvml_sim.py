@@ -84,7 +84,8 @@ print(json.dumps({
  "power": [n.nvmlDeviceGetPowerManagementLimit(h), n.nvmlDeviceGetPowerManagementLimitConstraints(h)],
  "persistence": n.nvmlDeviceGetPersistenceMode(h), "vbios": n.nvmlDeviceGetVbiosVersion(h),
  "errors": [error(n.nvmlDeviceGetNvLinkState, h, 4), error(n.nvmlDeviceGetMigMode, h),
-            error(n.nvmlDeviceGetNumaNodeId, h), error(n.nvmlDeviceGetHandleByIndex, 4), error(n.nvmlDeviceGetHandleByUUID, "GPU-x")],
+            error(n.nvmlDeviceGetNumaNodeId, h),
+            error(n.nvmlDeviceGetHandleByIndex, 4), error(n.nvmlDeviceGetHandleByUUID, "GPU-x")],
 }))
 n.nvmlShutdown()
 """
@@ -209,6 +210,33 @@ def test_a_card_without_a_handle_keeps_its_place(facts_file):
     answer = simulator.python(READ, facts_file(facts))
     assert [gpu["health"] for gpu in answer["gpus"]] == ["ok", "lost", "ok", "ok"]
     assert [gpu["bus_id"] for gpu in answer["gpus"]] == ["0000:01:00.0", None, "0000:81:00.0", "0000:c4:00.0"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpus": 1},
+        {"faults": [{"call": "nvmlDeviceGetHandleByIndex", "gpu": 1, "error": "gpu_is_lost"}]},
+        {"faults": [{"call": "nvmlDeviceGetName", "gpu": 1, "error": "gpu_is_lost"}]},
+    ],
+)
+def test_a_lost_card_is_the_reason_of_the_refusal(change, facts_file):
+    facts = simulator.box("box1")
+    if "gpus" in change:
+        facts["gpus"][1]["health"] = "lost"
+    else:
+        facts.update(change)
+    code = (
+        "import json; from vllm_fleet.facts import collect; from vllm_fleet.topology import decide;"
+        "d = decide(collect.read(), {'tensor_parallel': 2, 'pipeline_parallel': 2});"
+        "e = decide(collect.read(), {'tensor_parallel': 2});"
+        "print(json.dumps([d['status'], d['reason'], e['status'], e['order'], [w['code'] for w in e['warnings']]]))"
+    )
+    # four of four are not there; two of the three that are left can be had, and it is said which one was left out
+    status, reason, fewer, order, warnings = simulator.python(code, facts_file(facts))
+    assert (status, reason) == ("refused", "gpu_lost")
+    assert (fewer, order) == ("selected", [0, 2])
+    assert "gpu_skipped" in warnings
 
 
 def test_one_call_that_fails_costs_one_value(facts_file):

@@ -288,6 +288,13 @@ def test_nvmls_own_version_stands_in_for_a_module_out_of_sight(machine):
     assert collect.assemble("nvidia", refused, machine.root)["driver"]["loaded"] is None
 
 
+def test_a_corex_build_id_is_no_driver_version(machine):
+    machine.file("/sys/module/iluvatar/version", "a1b2c3d\n")
+    facts = collect.assemble("corex", driver_answer("0000:01:00.0"), machine.root)
+    assert facts["driver"]["loaded"] == "610.43.02"
+    assert facts["extra"]["module"]["version"] == "a1b2c3d"
+
+
 def test_nvmls_node_stays_where_sysfs_shows_no_device(machine):
     machine.file("/sys/devices/system/node/node0/cpulist", "0-7\n")
     facts = collect.assemble("nvidia", driver_answer("0000:01:00.0"), machine.root)

@@ -143,7 +143,8 @@ def assemble(vendor: str, answer: Dict[str, Any], root: str = "/") -> Dict[str, 
             pair["acs"] = sysfs.acs(one, other, root) if one and other else None
     driver = answer["driver"]
     allowed = sysfs.allowed(root)
-    loaded = module["version"]
+    # CoreX's module carries a build id, which is no version to compare with the libraries'
+    loaded = module["version"] if vendor == "nvidia" else None
     if loaded is None and answer["status"] == "ok":
         # a container without the module's files: NVML answers only when library and module are of one version
         loaded = driver.get("userland")
