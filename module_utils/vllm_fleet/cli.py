@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import Dict, List, Optional, Tuple
 
 from .errors import FleetError
+
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Dict, List, Optional, Tuple
+
 
 #: command -> (module under ``commands``, help line)
 COMMANDS: Dict[str, Tuple[str, str]] = {
@@ -27,12 +31,21 @@ COMMANDS: Dict[str, Tuple[str, str]] = {
 }
 
 
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Format help at a fixed width: asking for the terminal's imports more than all the rest of argparse."""
+    return argparse.HelpFormatter(prog, width=100)
+
+
 def build_parser(command: Optional[str]) -> argparse.ArgumentParser:
     """Return the parser, with the arguments of ``command`` only (the others stay unloaded)."""
-    parser = argparse.ArgumentParser(prog="vllm-fleet", description="Verified vLLM serving on a GPU box.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, help_line) in COMMANDS.items():
-        sub = commands.add_parser(name, help=help_line, description=help_line)
+    parser = argparse.ArgumentParser(
+        prog="vllm-fleet", description="Verified vLLM serving on a GPU box.", formatter_class=_formatter
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog=parser.prog)
+    # One parser is enough when the command is known; the whole list is for help and for a word that is no command.
+    listed = {command: COMMANDS[command]} if command in COMMANDS else COMMANDS
+    for name, (module, help_line) in listed.items():
+        sub = commands.add_parser(name, help=help_line, description=help_line, formatter_class=_formatter)
         if name == command:
             loaded = importlib.import_module(f".commands.{module}", __package__)
             loaded.add_arguments(sub)

@@ -7,9 +7,12 @@ Nothing in it means anything to a shell or to systemd. Everything else is refuse
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping
-
 from .errors import UsageError
+
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping
+
 
 #: names that the topology decision sets, in the order in which they are written
 DECISION_NAMES = (

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any, Dict
 
 from ..errors import UsageError
 from ..files import parse_json, read_json, write_atomic
 from ..topology import decide
+
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Dict
+
 
 REFUSED = 3
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Sequence, Set
-
 from .inputs import DIGITS
+
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Dict, Optional, Sequence, Set
+
 
 #: fewer CPUs than this are worse than no binding
 LEAST_CPUS = 8

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
-
 from ..errors import RefusedError
 from . import environment as env
 from .binding import bind
 from .inputs import validate_facts, validate_policy
-from .lane import Gpu, Lane, describe, pick
+from .lane import describe, pick
 from .links import Links, all_pairs, group_pairs, pipeline_edges
-from .search import Score, Search
+from .search import Search
 from .warn import hardware, ordered
+
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+    from .lane import Gpu, Lane
+    from .search import Score
 
 
 def decide(facts: Dict[str, Any], policy: Dict[str, Any]) -> Dict[str, Any]:

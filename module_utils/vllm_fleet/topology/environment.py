@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
-
 from ..errors import RefusedError
 from ..runtime_env import DECISION_NAMES
 from .links import Links, group_pairs, pipeline_edges
 
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+    Values = Dict[str, Tuple[Optional[str], str]]
+
+
 PCI_BUS_ID = "PCI_BUS_ID"
 SYS, NVL, OFF = "SYS", "NVL", "off"
-
-Values = Dict[str, Tuple[Optional[str], str]]
 
 
 class P2pState:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence
-
 from ..errors import UsageError
 from ..runtime_env import DECISION_NAMES, is_bare
+
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping, Optional, Sequence
+
 
 ANCESTORS = ("internal", "single", "multiple", "hostbridge", "node", "system", "unknown")
 P2P_STATES = (

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
-
 from ..errors import RefusedError
 from .inputs import is_ordinal, normalise_bus_id
 
-Gpu = Dict[str, Any]
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+
+    Gpu = Dict[str, Any]
+
+
 #: a GPU with more memory in use than this many MiB is busy even without a process
 IDLE_MEMORY_MIB = 1024
 #: vendors whose GPUs this program knows

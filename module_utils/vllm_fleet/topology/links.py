@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+    Pair = Tuple[int, int]
+
 
 NVLINK = 6.0
 #: ancestor -> (class with usable P2P, class without)
@@ -24,8 +29,6 @@ ANCESTOR_LABELS = {
     "system": "SYS",
     "unknown": "?",
 }
-
-Pair = Tuple[int, int]
 
 
 class Links:

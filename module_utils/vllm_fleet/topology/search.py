@@ -12,11 +12,13 @@ box of equals costs the same with 8 GPUs or 64. ``benchmarks/selection.py`` meas
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence, Tuple
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Dict, List, Optional, Sequence, Tuple
 
-#: (smallest class inside groups, their sum, smallest class on pipeline edges); None where there is no such pair
-Score = Tuple[Optional[float], float, Optional[float]]
-Matrix = Sequence[Sequence[float]]
+    #: (smallest class inside groups, their sum, smallest class on pipeline edges); None where there is no such pair
+    Score = Tuple[Optional[float], float, Optional[float]]
+    Matrix = Sequence[Sequence[float]]
 
 
 class _Group:

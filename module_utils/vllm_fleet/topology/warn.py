@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence
-
 from .lane import describe
 from .links import Links, all_pairs
+
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Sequence
+
 
 #: every warning code, in the order in which they are listed in a decision
 CODES = (
