@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 DOCUMENTATION = r"""
+---
 module: lane_preflight
 short_description: Check a box for its lanes before anything on it is touched
+version_added: "0.1.0"
 description:
-  - Runs every check of P(vllm-fleet preflight) for resolved lanes that need not be on the box's disk yet.
+  - Runs every check of C(vllm-fleet preflight) for resolved lanes that need not be on the box's disk yet.
   - It changes nothing, with and without check mode.
   - The task fails when at least one result is C(fail); C(warn) and C(unknown) are returned and do not stop the play.
   - In check mode on a fresh box, what an earlier task would have installed is C(unknown) with the reason
@@ -54,8 +56,7 @@ attributes:
   diff_mode:
     support: none
     description: There is no change to show.
-author:
-  - vllm-fleet contributors
+author: vllm-fleet (@vllm-fleet)
 """
 
 EXAMPLES = r"""

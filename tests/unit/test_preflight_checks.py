@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import pytest
-from vllm_fleet.preflight import run
+from vllm_fleet.preflight import gpu, run
 from vllm_fleet.preflight.registry import CHECKS
 
 from tests.unit import preflight_fixtures as given
@@ -254,6 +254,7 @@ CASES: List[Tuple[str, Change, str, str, str]] = [
     ("cache", facts(cache__options=["rw", "noexec"]), "cache_noexec", "fail", "noexec"),
     ("cache", facts(access={"/var/cache/vllm-fleet/main": "rx"}), "cache_not_writable", "fail", "vllm cannot write"),
     ("cache", facts(access={"/var/cache/vllm-fleet/main": "rw"}), "cache_not_writable", "fail", "vllm cannot write"),
+    ("cache", facts(access={"/var/cache/vllm-fleet/main": "wx"}), "cache_ok", "pass", ""),
     ("cache", facts(access=None), "cache_unknown", "unknown", "not tested"),
     ("cache", facts(cache__type="tmpfs"), "cache_in_memory", "warn", "tmpfs"),
     ("cache", facts(cache__type="nfs4"), "cache_on_network", "warn", "nfs4"),
@@ -568,3 +569,20 @@ def test_only_the_lane_s_own_gpus_count() -> None:
     """The decision gives the lane GPU 0; what runs on GPU 1 is another lane's affair."""
     change = facts(decision__order=[0], topology__gpus__1__processes=[process(7, "a")])
     assert given.of(evaluate(change), "gpu_processes")[0]["reason"] == "gpus_free"
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"gpus": ["1"]}, [1]),
+        ({"gpus": ["GPU-0"]}, [0]),
+        ({"exclude": ["0"]}, [1]),
+        ({"exclude": ["GPU-1"]}, [0]),
+        ({}, [0, 1]),
+    ],
+)
+def test_without_a_decision_the_policy_says_which_gpus_count(policy: Dict[str, Any], expected: List[int]) -> None:
+    lane, box = given.lane(), given.box()
+    lane["policy"].update(policy)
+    box["decision"] = None
+    assert [item["index"] for item in gpu.lane_gpus(lane, box)] == expected

@@ -160,6 +160,16 @@ def test_facts_and_decision_of_the_caller_are_used(tmp_path: Path) -> None:
     assert given.of(results, "driver_match")[0]["status"] == "pass"
 
 
+@pytest.mark.parametrize(("content", "status"), [(None, "fail"), ("", "fail"), ("key", "warn")])
+def test_an_api_key_file_has_to_hold_a_key(tmp_path: Path, content: Any, status: str) -> None:
+    lane = given.cpu_lane()
+    lane.update(host="0.0.0.0", api_key_file="/etc/vllm-fleet/key")
+    install(tmp_path, lane)
+    if content is not None:
+        (tmp_path / "etc/vllm-fleet/key").write_text(content)
+    assert given.of(run.run_lane("main", root=str(tmp_path)), "exposure")[0]["status"] == status
+
+
 def test_unknown_lanes_and_broken_files(tmp_path: Path) -> None:
     for name in ("nothing", "", "../etc"):
         with pytest.raises(UsageError) as caught:
