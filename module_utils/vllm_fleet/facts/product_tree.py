@@ -44,15 +44,23 @@ def find_files(tree: str, paths: Iterable[str], exclude: Iterable[str]) -> Tuple
         elif not os.path.isdir(path):
             problems.append(Problem("unreadable" if os.path.exists(path) else "missing", name))
         elif not os.path.islink(path):
-            try:
-                entries = sorted(os.listdir(path))
-            except OSError as error:
-                problems.append(Problem("unreadable", name, error.strerror or ""))
-                return
-            for entry in entries:
-                child = entry if name == "." else f"{name}/{entry}"
-                if not excluded(child, patterns):
-                    visit(child)
+            descend(name, path)
+
+    def descend(name: str, path: str) -> None:
+        try:
+            with os.scandir(path) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
+        except OSError as error:
+            problems.append(Problem("unreadable", name, error.strerror or ""))
+            return
+        for entry in entries:
+            child = entry.name if name == "." else f"{name}/{entry.name}"
+            if excluded(child, patterns):
+                continue
+            if entry.is_file(follow_symlinks=False):
+                names.append(child)  # the common case, and the directory has told already
+            else:
+                visit(child)
 
     for path in paths:
         visit(path)
