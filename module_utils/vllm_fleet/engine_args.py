@@ -21,7 +21,7 @@ from .schema import suggestion
 Finding = Dict[str, str]
 Version = Tuple[int, ...]
 
-_VERSION = re.compile(r"([0-9]+(?:\.[0-9]+)*)([a-z.]+[0-9]+)*(?:\+([a-z0-9.]+))?", re.ASCII)
+_VERSION = re.compile(r"([0-9]+(?:\.[0-9]+)*)(?:\.?[a-z]+[0-9]+)*(?:\+([a-z0-9.]+))?", re.ASCII)
 
 #: flags whose words are names out of a list that the parser itself does not check
 _NAMED_VALUES = {
@@ -48,7 +48,7 @@ def parse_version(text: str) -> Tuple[Version, str]:
     if not found:
         raise UsageError("bad_version", f"{text!r} is no version of vLLM such as 0.33.0 or 0.6.3+corex.3.2.3.")
     numbers = tuple(int(part) for part in found.group(1).split("."))
-    vendor = (found.group(3) or "").split(".")[0]
+    vendor = (found.group(2) or "").split(".")[0]
     return numbers, vendor if vendor in ("corex",) else ""
 
 

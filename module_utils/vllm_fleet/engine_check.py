@@ -175,8 +175,9 @@ def ask(lane: Mapping[str, Any], timeout: float, user: Optional[str]) -> Result:
             errors = err.read().decode("utf-8", "replace").strip().splitlines()
     seconds = time.monotonic() - begin
     if answer is None:
-        last = errors[-1] if errors else f"status {process.returncode}"
-        return _result("unknown", "engine_broken", f"the engine's parser ended without an answer: {last}", seconds)
+        last = f": {errors[-1]}" if errors else ""
+        message = f"the engine's parser ended with status {process.returncode} and no answer{last}"
+        return _result("unknown", "engine_broken", message, seconds)
     if answer["status"] == "broken":
         return _result("unknown", "engine_broken", f"the engine cannot be asked: {answer['message']}", seconds)
     if answer["status"] == "refused":

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 
 from .profile import argument_value, group_words, is_as_written
 from .profile_schema import VARIABLE, check_profile
-from .schema import ListOf, Record, Shape, Text, Where
+from .schema import Integer, ListOf, Record, Shape, Text, Where
 
 #: the engine that such files are written for
 DEFAULT_ENGINE = "vllm-0.6.3-corex-3.2.3"
@@ -96,7 +96,7 @@ def to_profile(data: Any, source: str, engine: Mapping[str, Any]) -> Dict[str, A
     if host:
         profile["host"] = host
     if port:
-        profile["port"] = port
+        profile["port"] = Integer(1, 65535).check(port, where.at("command"))
     profile["platform"] = {"keys": list(document), "concurrency": document.get("concurrency")}
     return profile
 
