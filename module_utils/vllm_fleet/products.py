@@ -117,10 +117,8 @@ def to_record(digests: Dict[str, Any], problems: Sequence[Problem]) -> bytes:
     :raises RefusedError: with the reason of the first problem, or ``nothing_to_record``; a tree that cannot be verified
         later is not recorded.
     """
-    found = list(problems) + [
-        Problem("unreadable", name, digest.error) for name, digest in digests.items() if digest.error
-    ]
-    found += [Problem("changed", name, "while it was read") for name, digest in digests.items() if not digest.stamp]
+    found = list(problems)
+    found += [Problem("unreadable", name, digest.error) for name, digest in digests.items() if digest.error]
     if found:
         reason = found[0].reason
         names = _names([problem for problem in found if problem.reason == reason])

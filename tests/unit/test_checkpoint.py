@@ -435,6 +435,21 @@ def test_hash_files_reports_errors_and_hashes_the_rest(tmp_path):
     assert found["fifo"].error == found["."].error == "not a regular file"
 
 
+def test_a_file_that_grows_while_it_is_read_has_no_hash(tmp_path, monkeypatch):
+    path = tmp_path / "growing"
+    path.write_bytes(b"x" * 10)
+    real = os.readv
+
+    def readv(descriptor, buffers):
+        with open(path, "ab") as handle:
+            handle.write(b"y")
+        return real(descriptor, buffers)
+
+    monkeypatch.setattr(os, "readv", readv)
+    found = hashing.hash_file(str(path))
+    assert (found.sha256, found.error) == ("", "changed while it was read")
+
+
 def test_hash_files_hands_over_what_its_callback_raises(tmp_path):
     (tmp_path / "f").write_bytes(b"x")
 
