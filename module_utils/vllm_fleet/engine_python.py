@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional
 
 from .errors import UsageError
 from .facts import host
@@ -42,6 +42,18 @@ def find(lane: Optional[str], python: Optional[str], root: str = "/") -> EngineP
     account = host.user(SERVICE_USER, root)
     become = host.demote(account) if account is not None and host.can_act_as(account) else None
     return EnginePython(python, env, account if become else None, become)
+
+
+def devices(facts: Mapping[str, Any]) -> List[str]:
+    """Return the cards as ``CUDA_VISIBLE_DEVICES`` takes them, in bus order: UUIDs.
+
+    Indices for CoreX, which takes nothing else, and for all cards when the UUID of one could not be read: the two kinds
+    don't mix.
+    """
+    uuids = [gpu["uuid"] for gpu in facts["gpus"]]
+    if facts["vendor"] == "corex" or None in uuids:
+        return [str(gpu["index"]) for gpu in facts["gpus"]]
+    return uuids
 
 
 def environment(engine: EnginePython) -> Dict[str, str]:

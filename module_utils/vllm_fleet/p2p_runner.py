@@ -31,10 +31,10 @@ _TEST_FAULT = "VLLM_FLEET_P2P_TEST_FAULT"  # read by the worker, in the arm with
 
 
 class Launcher(NamedTuple):
-    """How ranks are started: whose Python, on which GPUs (UUIDs in the order of their indices), under which limits."""
+    """How ranks are started: whose Python, on which GPUs (see :func:`.engine_python.devices`), with which limits."""
 
     engine: EnginePython
-    uuids: Sequence[str]
+    devices: Sequence[str]
     backend: str = "nccl"
     sizes: Sequence[int] = SIZES
     start_s: float = START_S
@@ -43,7 +43,7 @@ class Launcher(NamedTuple):
     def environment(self, arm: str) -> Dict[str, str]:
         """Return a rank's environment. Every rank sees all cards: NCCL uses no P2P with a peer that it can't see."""
         env = {name: value for name, value in environment(self.engine).items() if name not in _P2P_VARIABLES}
-        env.update(CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_VISIBLE_DEVICES=",".join(self.uuids), PYTHONUNBUFFERED="1")
+        env.update(CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_VISIBLE_DEVICES=",".join(self.devices), PYTHONUNBUFFERED="1")
         env.update(ARMS[arm])
         if arm == "found" and _TEST_FAULT in os.environ:
             env[_TEST_FAULT] = os.environ[_TEST_FAULT]
@@ -84,7 +84,7 @@ def _launch(launcher: Launcher, arm: str, pairs: Sequence[str]) -> Dict[str, Dic
     try:
         if launcher.engine.account:
             os.chown(directory, launcher.engine.account["uid"], launcher.engine.account["gid"])
-        for rank in range(len(launcher.uuids)):
+        for rank in range(len(launcher.devices)):
             with open(os.path.join(directory, f"stderr.{rank}"), "wb") as errors:
                 ranks.append(
                     subprocess.Popen(
@@ -93,7 +93,7 @@ def _launch(launcher: Launcher, arm: str, pairs: Sequence[str]) -> Dict[str, Dic
                             "-c",
                             source.decode(),
                             str(rank),
-                            str(len(launcher.uuids)),
+                            str(len(launcher.devices)),
                             os.path.join(directory, "rendezvous"),
                             launcher.backend,
                             ",".join(pairs),

@@ -79,6 +79,15 @@ def test_corex_cards_are_named_by_index(engine):
     ]
 
 
+def test_cards_by_name_or_all_by_number():
+    facts = simulator.box("box2")
+    uuids = [gpu["uuid"] for gpu in facts["gpus"]]
+    assert engine_python.devices(facts) == uuids
+    facts["gpus"][2]["uuid"] = None
+    assert engine_python.devices(facts) == ["0", "1", "2", "3"]
+    assert engine_python.devices({**simulator.box("box2"), "vendor": "corex"}) == ["0", "1", "2", "3"]
+
+
 def test_an_interpreter_that_is_not_there_proves_nothing(engine):
     facts = simulator.box("box2")
     results = probe.probe(facts, engine._replace(python="/nowhere/python"), "cuda", 5)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     ready = [pair for pair in todo if pair not in results]
     if ready:
         launcher = p2p_runner.Launcher(
-            engine, [gpu["uuid"] for gpu in facts["gpus"]], args.backend, sizes, args.start_timeout, args.pair_timeout
+            engine, engine_python.devices(facts), args.backend, sizes, args.start_timeout, args.pair_timeout
         )
         results.update(run_pairs(launcher, ready))
         verdict_store.save(verdict.merge(old, document(bound, facts, {pair: results[pair] for pair in ready})))
@@ -70,7 +70,7 @@ def run_pairs(launcher: p2p_runner.Launcher, pairs: Sequence[str]) -> Dict[str, 
     members = sorted({index for pair in pairs for index in _members(pair)})
     ranks = {index: rank for rank, index in enumerate(members)}
     local = {"-".join(str(ranks[index]) for index in _members(pair)): pair for pair in pairs}
-    small = launcher._replace(uuids=[launcher.uuids[index] for index in members])
+    small = launcher._replace(devices=[launcher.devices[index] for index in members])
     return {local[pair]: result for pair, result in p2p_runner.check(small, list(local)).items()}
 
 

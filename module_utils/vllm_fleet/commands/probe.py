@@ -54,13 +54,11 @@ def probe(
     started: Dict[int, Any] = {}
     results: Dict[int, checks.Result] = {}
     deadline = time.monotonic() + timeout
-    for gpu in facts["gpus"]:
+    for gpu, visible in zip(facts["gpus"], engine_python.devices(facts)):
         reason = _unfit(gpu)
         if reason:
             results[gpu["index"]] = _result(gpu, checks.UNKNOWN, reason, "not probed")
             continue
-        # CoreX takes indices only; both accelerators count them in bus order with this order set
-        visible = str(gpu["index"]) if facts["vendor"] == "corex" else gpu["uuid"]
         env = {**engine_python.environment(engine), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible}
         try:
             started[gpu["index"]] = subprocess.Popen(
