@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from topology_boxes import box, refused, shape
-
 from vllm_fleet.errors import UsageError
 from vllm_fleet.runtime_env import BARE, LIST_NAMES, NAMES, format_lines, parse, render
 from vllm_fleet.topology import decide
@@ -58,7 +57,22 @@ def test_a_hostile_decision_is_refused():
             render({**decision, "env": env, "engine_args": arguments}, {})
 
 
-BAD_VALUES = ["a b", "a;b", "$HOME", "`id`", "'a'", '"a"', "a\\b", "a\tb", "a\rb", "a\x00b", "é", "٣", "a\nNCCL_PROTO=x", "~"]
+BAD_VALUES = [
+    "a b",
+    "a;b",
+    "$HOME",
+    "`id`",
+    "'a'",
+    '"a"',
+    "a\\b",
+    "a\tb",
+    "a\rb",
+    "a\x00b",
+    "é",
+    "٣",
+    "a\nNCCL_PROTO=x",
+    "~",
+]
 
 
 @pytest.mark.parametrize("value", BAD_VALUES)
@@ -111,7 +125,9 @@ BARE_TEXT = st.text(alphabet=sorted(BARE), max_size=20)
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.dictionaries(st.sampled_from([name for name in NAMES if name not in LIST_NAMES]), BARE_TEXT), st.lists(BARE_TEXT))
+@given(
+    st.dictionaries(st.sampled_from([name for name in NAMES if name not in LIST_NAMES]), BARE_TEXT), st.lists(BARE_TEXT)
+)
 def test_round_trip(values, words):
     values = {**values, "VLLM_FLEET_ENGINE_ARGS": " ".join(word for word in words if word)}
     assert parse(format_lines(values)) == values

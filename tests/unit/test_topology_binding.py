@@ -2,7 +2,6 @@
 
 import pytest
 from topology_boxes import box, shape
-
 from vllm_fleet.topology import decide
 from vllm_fleet.topology.binding import format_cpulist, parse_cpulist
 

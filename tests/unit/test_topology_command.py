@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from topology_boxes import box, shape
-
 from vllm_fleet.cli import main
 from vllm_fleet.runtime_env import parse
 from vllm_fleet.topology import picture

@@ -2,7 +2,6 @@
 
 import pytest
 from topology_boxes import box, shape
-
 from vllm_fleet.errors import UsageError
 from vllm_fleet.topology import POLICY_DEFAULTS, decide, validate_facts, validate_policy
 
@@ -106,6 +105,8 @@ def test_an_unsorted_list_is_refused():
     facts["gpus"].reverse()
     with pytest.raises(UsageError, match="not sorted by index"):
         validate_facts(facts)
+    with pytest.raises(UsageError, match="not sorted by index"):
+        validate_facts(box(2, gpus={1: {"index": 0}}, pairs=[]))
 
 
 def test_a_pair_listed_twice():
