@@ -24,7 +24,8 @@ class FleetError(Exception):
         """Return ``reason: message. fix`` on one line, for stderr and the journal."""
         text = f"{self.reason}: {self.message}"
         if self.fix:
-            text += f" Fix: {self.fix}"
+            text = text.rstrip()
+            text += f"{'' if text.endswith('.') else '.'} Fix: {self.fix}"
         return " ".join(text.split())
 
 

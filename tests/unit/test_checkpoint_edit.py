@@ -119,7 +119,7 @@ def hub_layout(model):
     blobs = model.parent / "blobs"
     blobs.mkdir()
     for entry in list(model.iterdir()):
-        os.replace(entry, blobs / f"blob-{entry.name}")
+        entry.replace(blobs / f"blob-{entry.name}")
         entry.symlink_to(f"../blobs/blob-{entry.name}")
     return blobs
 

@@ -107,7 +107,7 @@ def file_to_outside(tree):
 
 
 def directory_to_outside(tree):
-    os.replace(tree / "vllm" / "ops", tree.parent / "ops")
+    (tree / "vllm" / "ops").replace(tree.parent / "ops")
     (tree / "vllm" / "ops").symlink_to(tree.parent / "ops")
 
 
