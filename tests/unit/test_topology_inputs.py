@@ -105,8 +105,10 @@ def test_an_unsorted_list_is_refused():
     facts["gpus"].reverse()
     with pytest.raises(UsageError, match="not sorted by index"):
         validate_facts(facts)
+    twice = box(2, pairs=[])
+    twice["gpus"][1]["index"] = 0
     with pytest.raises(UsageError, match="not sorted by index"):
-        validate_facts(box(2, gpus={1: {"index": 0}}, pairs=[]))
+        validate_facts(twice)
 
 
 def test_a_pair_listed_twice():

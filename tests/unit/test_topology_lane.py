@@ -299,6 +299,9 @@ class TestUnreadable:
         assert decide(self.facts(), shape(2, exclude=["0", "2"]))["order"] == [1, 3]
         assert refused(self.facts(), shape(2, gpus=["0", "2"], exclude=["2"])) == "gpu_owned_by_other_lane"
 
+    def test_named_cards_do_not_need_the_excluded_ones(self):
+        assert decide(self.facts(), shape(2, gpus=["2", "3"], exclude=["GPU-a", "0"]))["order"] == [2, 3]
+
     def test_what_needs_the_cards_is_refused(self):
         assert refused(self.facts(), shape(gpus=["GPU-a"])) == "unresolved_gpu"
         assert refused(self.facts(), shape(exclude=["GPU-a"])) == "unresolved_gpu"

@@ -160,7 +160,7 @@ def _excluded(gpus: Sequence[Gpu], policy: Dict[str, Any], blind: bool) -> Tuple
     """Return the indices that other lanes own, and the names among them that mean nothing certain.
 
     A UUID or bus id of a card that is gone names no card of this lane either, so it is no problem; an index that is
-    gone means that the numbers have shifted.
+    gone means that the numbers have shifted. When the GPUs can't be read, no UUID can be compared with anything.
     """
     excluded: Set[int] = set()
     unclear: List[str] = []
@@ -221,6 +221,8 @@ def _named(names: List[str], gpus: List[Gpu], policy: Dict[str, Any], lane: Lane
             raise RefusedError("duplicate_gpu", f"{name!a} names a GPU that is named before", "Name each once.")
         seen.add(identity)
     excluded, unclear = _excluded(gpus, policy, blind)
+    if blind:
+        unclear = []  # the names are explicit, and indices among the excluded ones are compared below
     unclear = [name for name, match in zip(names, matches) if len(match) != 1] + unclear
     if unclear:
         raise _unresolved(unclear, blind)
