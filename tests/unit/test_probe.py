@@ -94,9 +94,17 @@ def test_an_interpreter_that_is_not_there_proves_nothing(engine):
     assert set(outcome(results)) == {("unknown", "not_started")}
 
 
-def test_an_interpreter_without_torch_proves_nothing(engine, tmp_path):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ModuleNotFoundError: No module named 'torch'",
+        "ImportError: libcudart.so.13: cannot open shared object file",
+        "AssertionError: Torch not compiled with CUDA enabled",
+    ],
+)
+def test_an_interpreter_without_a_fit_torch_proves_nothing(engine, tmp_path, words):
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1\n")
+    program.write_text(f'#!/bin/sh\necho "{words}" >&2; exit 1\n')
     facts = simulator.box("box2")
     assert set(outcome(probe.probe(facts, engine, "cuda", 5))) == {("unknown", "not_started")}
 

@@ -110,8 +110,8 @@ def _wait(gpu: Dict[str, Any], process: subprocess.Popen[bytes], deadline: float
     lines = errors.decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit status {process.returncode}")
     detail = str(answer.get("detail") or last)[:300]
-    if "No module named" in detail or "ImportError" in detail:
-        return _result(gpu, checks.UNKNOWN, "not_started", detail, "name an interpreter that has torch")
+    if any(words in detail for words in ("No module named", "ImportError", "not compiled with CUDA")):
+        return _result(gpu, checks.UNKNOWN, "not_started", detail, "name an interpreter whose torch can use the cards")
     return _result(gpu, checks.FAIL, "probe_error", detail, "look for the card's errors in the kernel log")
 
 
