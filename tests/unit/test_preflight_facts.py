@@ -250,6 +250,7 @@ def test_an_installed_engine(tmp_path: Path) -> None:
         ("#!/bin/sh\n'''exec' \"/opt/a b/python3\" \"$0\" \"$@\"\n' '''\n", "/opt/a b/python3"),
         ("#!/bin/sh\n'''exec' \"/opt/long/venv/bin/python3\" \"$0\" \"$@\"\n' '''\n", "/opt/long/venv/bin/python3"),
         ("#!/bin/sh\n'''exec' /opt/long/venv/bin/python3 \"$0\" \"$@\"\n' '''\n", "/opt/long/venv/bin/python3"),
+        ("#!/bin/sh\n", "/bin/sh"),
         ("\x7fELF", None),
         ("#!\n", None),
         ("", None),

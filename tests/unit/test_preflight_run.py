@@ -147,7 +147,7 @@ def test_an_empty_box_fails_by_name_and_never_ends_in_a_traceback(tmp_path: Path
     assert found["log"] == "log_directory_missing"
     assert found["port"] == "port_unknown"
     assert found["shared_memory"] == "shm_unknown"
-    assert not {"compiler", "gpus_readable", "nouveau"} & set(found)
+    assert not {"compiler", "gpus_readable", "nouveau", "products"} & set(found)
 
 
 def test_facts_and_decision_of_the_caller_are_used(tmp_path: Path) -> None:
@@ -158,6 +158,18 @@ def test_facts_and_decision_of_the_caller_are_used(tmp_path: Path) -> None:
     assert given.of(results, "topology")[0]["message"] == "too_few_gpus: 2 of 4 GPUs."
     assert given.of(results, "topology")[0]["fix"] == "add two."
     assert given.of(results, "driver_match")[0]["status"] == "pass"
+
+
+@pytest.mark.parametrize("route", ["git", "wheel"])
+def test_an_engine_without_a_record_of_its_products_fails(tmp_path: Path, route: str) -> None:
+    """A source tree keeps its products in the tree, a wheel where it was installed."""
+    lane = given.cpu_lane()
+    tree = given.LANE["engine"]["tree"] if route == "git" else None
+    lane["engine"].update(route=route, products="sha256", tree=tree)
+    (tmp_path / (tree or given.SITE).lstrip("/")).mkdir(parents=True)
+    results = run.run_lane("main", lane_data=lane, root=str(tmp_path))
+    assert [(item["status"], item["reason"]) for item in given.of(results, "products")] == [("fail", "unrecorded")]
+    assert given.of(run.run_lane("main", lane_data=lane, root=str(tmp_path), hashing=False), "products") == []
 
 
 @pytest.mark.parametrize(("content", "status"), [(None, "fail"), ("", "fail"), ("key", "warn")])

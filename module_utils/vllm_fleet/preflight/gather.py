@@ -82,7 +82,9 @@ def read_lane(
         tools = toolchain.read(lane, account, root, execute)
         tools["cuda_home_exists"] = bool(tools["cuda_home"]) and os.path.isdir(host.under(root, tools["cuda_home"]))
         box["toolchain"] = tools
-    box["results"] = _checkpoint(lane, root, user, dry_run) + (_products(lane, root) if hashing else [])
+    box["results"] = _checkpoint(lane, root, user, dry_run)
+    if hashing and box["engine"]["root"]:
+        box["results"] += _products(lane, root)
     return box
 
 
@@ -173,9 +175,8 @@ def _products(lane: Lane, root: str) -> List[checks.Result]:
     engine = lane["engine"]
     # a wheel-route engine has no source tree; its products lie where the wheel was installed
     tree = engine.get("tree") or (engine.get("site_packages") if engine["route"] == "wheel" else None)
-    if not tree or lane["engine"].get("products") != "sha256":
+    if not tree or engine.get("products") != "sha256":
         return []
-    engine = lane["engine"]
     report = products_pass.verify(
         host.under(root, tree), engine=engine["id"], trust_read_only=bool(engine.get("trust_read_only"))
     )

@@ -87,9 +87,9 @@ def shared_memory(lane: Lane, box: Box) -> List[Finding]:
     },
 )
 def disk(lane: Lane, box: Box) -> List[Finding]:
-    """The file system of the compile cache has the free space that the profile names, at least 512 MiB."""
+    """The file system of the compile cache has the free space that the profile names, 512 MiB when it names none."""
     place = box["cache"]
-    need = max(lane["needs"].get("disk_kib") or 0, CACHE_FLOOR_KIB)
+    need = lane["needs"].get("disk_kib") or CACHE_FLOOR_KIB
     if place["available_kib"] is None:
         return [Finding("disk_unknown", f"the free space of {place['path']} could not be read")]
     text = f"{_gib(place['available_kib'])} free for {place['path']}"
