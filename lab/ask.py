@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import boxes, registry
-from .settings import INVENTORY, ROOT, VENV
+from .settings import INVENTORY, VENV
 from .shell import LabError, run, say
 
 QUESTION = "Say hi."
@@ -101,7 +101,8 @@ def ask(lane: Lane, question: str = QUESTION) -> Answer:
         detail = error.read().decode("utf-8", "replace")[:200]
         return Answer(False, f"HTTP {error.code} {detail}", "-", 0, time.monotonic() - started)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        return Answer(False, f"{type(error).__name__}: {error}", "-", 0, time.monotonic() - started)
+        reason = getattr(error, "reason", None) or error
+        return Answer(False, f"{type(reason).__name__}: {reason}", "-", 0, time.monotonic() - started)
 
 
 def gpus(lane: Lane) -> str:
@@ -140,5 +141,5 @@ def report() -> bool:
                 f"http://{lane.address}",
             )
         )
-    say("\n" + table(rows).replace(str(ROOT), "."))
+    say("\n" + table(rows))
     return well

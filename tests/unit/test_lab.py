@@ -105,6 +105,7 @@ def _nets(*names):
 def test_free_subnet_avoids_what_is_taken():
     assert str(network.free_subnet([])) == "10.89.64.0/24"
     assert str(network.free_subnet(_nets("10.89.64.0/24", "10.89.65.128/25", "192.0.2.0/24"))) == "10.89.66.0/24"
+    assert str(network.free_subnet([], first=6)) == "10.89.70.0/24"
     assert str(network.free_subnet(_nets("10.89.250.0/24"), first=186)) == "10.89.64.0/24"
     with pytest.raises(LabError, match="no free network"):
         network.free_subnet(_nets("10.0.0.0/8"))
