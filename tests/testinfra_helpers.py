@@ -38,11 +38,10 @@ def assert_active(host: Any, unit: str) -> None:
         pytest.fail(f"{unit} is {state} ({property_of(host, unit, 'SubState')})\n{journal}")
 
 
-def converge(*arguments: str, inventory: Path | None = None, **variables: Any) -> subprocess.CompletedProcess[str]:
-    """Run the scenario's converge playbook again, as molecule does, with further arguments and variables.
+def start_converge(*arguments: str, inventory: Path | None = None, **variables: Any) -> subprocess.Popen[str]:
+    """Start the scenario's converge playbook again, as molecule does, with further arguments and variables.
 
     :param inventory: another inventory than the scenario's.
-    :returns: the finished process with its output in ``stdout``; a failure is not raised, a test may expect one.
     """
     scenario = yaml.safe_load(Path(os.environ["MOLECULE_FILE"]).read_text())
     playbook = Path(os.environ["MOLECULE_SCENARIO_DIRECTORY"], scenario["ansible"]["playbooks"]["converge"]).resolve()
@@ -50,12 +49,21 @@ def converge(*arguments: str, inventory: Path | None = None, **variables: Any) -
     argv = ["ansible-playbook", "--inventory", str(inventory), *arguments]
     if variables:
         argv += ["--extra-vars", yaml.safe_dump(variables, default_flow_style=True, width=1 << 20).strip()]
-    return subprocess.run(
+    return subprocess.Popen(
         [*argv, str(playbook)],
         cwd=ROOT,
         env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
+
+
+def converge(*arguments: str, inventory: Path | None = None, **variables: Any) -> subprocess.CompletedProcess[str]:
+    """Run the playbook of :func:`start_converge` to its end.
+
+    :returns: the finished process with its output in ``stdout``; a failure is not raised, a test may expect one.
+    """
+    process = start_converge(*arguments, inventory=inventory, **variables)
+    output, _ = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
