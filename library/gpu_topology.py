@@ -79,7 +79,8 @@ after:
   sample: {main: [GPU-5d2a33f1-0000-4000-8000-000000000000]}
 reason:
   description: Reason code of the first refusal, else V(decided) when a decision differs from the one that was kept,
-    V(as_decided) when none does, V(no_gpu_lanes) when no lane owns GPUs.
+    V(as_decided) when none does, V(no_gpu_lanes) when no lane owns GPUs, V(not_yet_installed) in check mode when the
+    driver or its bindings are not there yet and nothing is decided.
   returned: always
   type: str
   sample: as_decided
@@ -95,6 +96,9 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.vllm_fleet import start
 from ansible.module_utils.vllm_fleet.errors import FleetError
 from ansible.module_utils.vllm_fleet.preflight.run import validated
+
+#: what an earlier task of the same play installs, so that a check run on a fresh box can't read the cards
+ABSENT = ("pynvml_missing", "library_missing", "driver_not_loaded")
 
 
 def as_text(decision):
@@ -126,6 +130,9 @@ def main():
         if not lanes:
             module.exit_json(reason="no_gpu_lanes", **answer)
         facts = start.live_facts([lane["lane"] for lane in lanes], timeout=params["driver_timeout"])
+        if module.check_mode and facts["gpus"] is None and facts["extra"]["status"] in ABSENT:
+            answer["facts"] = facts
+            module.exit_json(reason="not_yet_installed", **answer)
         decisions = start.decide_all(lanes, facts)
         kept = {name: start.stored(name) for name in decisions}
         answer.update(

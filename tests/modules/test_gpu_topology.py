@@ -170,6 +170,22 @@ def test_bad_input_is_one_message(module: Any, given: Dict[str, Any], reason: st
     assert (answer["failed"], answer["reason"]) == (True, reason)
 
 
+@pytest.mark.parametrize(
+    ("status", "check", "reason"),
+    [
+        ("driver_not_loaded", True, "not_yet_installed"),
+        ("pynvml_missing", True, "not_yet_installed"),
+        ("timeout", True, "facts_unknown"),
+        ("driver_not_loaded", False, "facts_unknown"),
+    ],
+)
+def test_a_fresh_box_in_check_mode_is_no_refusal(module: Any, status: str, check: bool, reason: str) -> None:
+    module.facts.update(gpus=None, pairs=[], extra={"status": status, "message": ""})
+    answer = module(check=check, lanes=[lane(mode="strict")])
+    assert (answer["reason"], answer.get("failed", False)) == (reason, reason == "facts_unknown")
+    assert answer["changed"] is False
+
+
 def test_a_binding_is_handed_on(module: Any) -> None:
     module.facts["host"]["numa_nodes"]["1"] = {"cpus": "32-63", "memory_total_kib": 1, "memory_available_kib": 1}
     module.facts["host"].update(allowed_cpus="0-63", allowed_mems="0-1")

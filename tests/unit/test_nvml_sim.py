@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import time
+import zipfile
 
+import pynvml
 import pytest
 
 from tests import simulator
@@ -177,6 +179,24 @@ def test_no_cards_and_the_reason(change, status, facts_file):
 def test_a_mismatch_names_the_version_of_the_library(facts_file):
     facts = {**simulator.box("box1"), "driver": {"loaded": "595.84", "userland": "610.43.02"}}
     assert simulator.python(READ, facts_file(facts))["driver"]["userland"] == "610.43.02"
+
+
+def test_the_program_on_the_box_brings_the_bindings(facts_file, tmp_path):
+    """The distribution's Python has no pynvml; the packed program has."""
+    program = tmp_path / "vllm-fleet"
+    with zipfile.ZipFile(program, "w") as archive:
+        archive.write(pynvml.__file__, "pynvml.py")
+    program.write_bytes(b"#!/usr/bin/python3\n" + program.read_bytes())
+    read = f"""
+import json, sys
+sys.path[:] = [entry for entry in sys.path if "site-packages" not in entry]
+from vllm_fleet.facts import nvml
+nvml.PROGRAM = {str(tmp_path / "absent")!r}
+missing = nvml.read()["status"]
+nvml.PROGRAM = {str(program)!r}
+print(json.dumps([missing, nvml.read()["status"]]))
+"""
+    assert simulator.python(read, facts_file(simulator.box("box1"))) == ["pynvml_missing", "ok"]
 
 
 def test_no_library_and_no_facts_file(facts_file, tmp_path):

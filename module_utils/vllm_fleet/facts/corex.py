@@ -98,7 +98,7 @@ def read(root: str = "/") -> Dict[str, Any]:
 
 def _through_library(library: Any) -> Dict[str, Any]:
     try:
-        import pynvml
+        pynvml = nvml.bindings()
     except ImportError as error:
         driver = {"userland": None, "cuda": None}
         return {

@@ -145,7 +145,7 @@ def _library_paths() -> List[str]:
     return paths
 
 
-def _pynvml() -> Any:
+def bindings() -> Any:
     """Import pynvml: from the program itself, or, inside an Ansible module, from the program installed on the box."""
     try:
         return importlib.import_module("pynvml")
@@ -166,7 +166,7 @@ def read(nvml: Any = None) -> Dict[str, Any]:
     outcome: Dict[str, Any] = {"status": "ok", "message": "", "driver": driver, "gpus": None, "pairs": [], "cards": []}
     if nvml is None:
         try:
-            nvml = _pynvml()
+            nvml = bindings()
         except ImportError as error:
             outcome.update(status="pynvml_missing", message=str(error))
             driver["userland"] = library_version()
