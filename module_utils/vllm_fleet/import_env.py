@@ -10,7 +10,7 @@ import re
 from typing import Any, Dict, List, Mapping, Tuple
 
 from .errors import UsageError
-from .profile import TOPOLOGY_VARIABLES
+from .runtime_env import DECISION_NAMES
 from .systemd import ENV_NAME
 
 #: what the script reads beside the profile's own knobs (those are named by ``seed`` in the profile)
@@ -164,8 +164,8 @@ def _others(
             notes.append(f"{name} is not taken over: vllm-fleet render prints the environment.")
         elif name in handled:
             continue
-        elif name in TOPOLOGY_VARIABLES and mode == "fixed":
-            notes.append(f"{name} is not taken over: the script sets it itself while AUTO_TOPO is 0.")
+        elif name in DECISION_NAMES and mode == "fixed":
+            notes.append(f"{name} is not taken over: while AUTO_TOPO is 0 the topology mode is fixed, and so is this.")
         elif name in profile["env"] or _cleared(name, profile["clear"]):
             notes.append(f"{name} is not taken over: the script drops or sets it itself.")
         else:

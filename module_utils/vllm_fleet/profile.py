@@ -14,7 +14,9 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from .errors import UsageError
 from .profile_schema import LANE_KEYS, POLICY_DEFAULTS, READINESS_DEFAULTS, check_knob
+from .runtime_env import DECISION_NAMES
 from .schema import Where, unknown
+from .topology import validate_policy
 
 ENGINES_ROOT = "/opt/vllm-fleet/engines"
 STATE_ROOT = "/var/lib/vllm-fleet"
@@ -30,15 +32,6 @@ ALIASES = {
     "-r": "--node-rank",
     "-asc": "--api-server-count",
 }
-
-#: variables that a GPU decision owns; a lane's own values for them are the caller's wish, and the decision judges it
-TOPOLOGY_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "VLLM_SKIP_P2P_CHECK",
-    "NCCL_P2P_LEVEL",
-    "NCCL_PROTO",
-)
 
 #: flags that a lane's own keys set, and the key
 _RESERVED = {
@@ -283,9 +276,17 @@ def _policy(profile: Mapping[str, Any], lane: Mapping[str, Any]) -> Dict[str, An
     if lane.get("gpus") is not None:
         given["gpus"] = lane["gpus"]
     policy: Dict[str, Any] = json.loads(json.dumps({**POLICY_DEFAULTS, **profile["topology"], **given}))
-    if given:
+    if "topology" in lane or "gpus" in given:
         policy["enabled"] = given.get("enabled", True)
     return policy
+
+
+def _check_policy(policy: Mapping[str, Any], where: Where) -> None:
+    """Let the selection's own rules judge the policy here, not only at the first start."""
+    try:
+        validate_policy({key: value for key, value in policy.items() if key != "enabled"})
+    except UsageError as error:
+        raise UsageError(error.reason, f"{where}: {error.message}", error.fix) from None
 
 
 def _path_value(directories: Sequence[str], tail: str) -> str:
@@ -430,8 +431,10 @@ def resolve(
     env = _environment(profile, engine, own, variables)
     _check_environment(env, where)
     if policy["enabled"]:
-        caller = {key: env.pop(key) for key in TOPOLOGY_VARIABLES if key in env}
+        # a lane's own values for what a GPU decision sets are the caller's wish, and the decision judges it
+        caller = {key: env.pop(key) for key in DECISION_NAMES if key in env}
         policy["caller_env"] = {**caller, **policy["caller_env"]}
+        _check_policy(policy, where)
 
     sidecars = own.get("sidecars", profile["checkpoint"]["sidecars"])
     described: Dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Dict, Mapping
 
+from . import topology
 from .errors import UsageError
 from .schema import Boolean, Choice, Integer, ListOf, MapOf, Nullable, Record, Shape, Text, Where
 
@@ -82,26 +83,8 @@ _policy_keys: Dict[str, Shape] = {
     "caller_env": MapOf(Text(allowed="a text", empty=True), VARIABLE, "the name of a variable"),
 }
 
-#: the topology policy with the defaults of docs/architecture.md, switched off
-POLICY_DEFAULTS: Dict[str, Any] = {
-    "enabled": False,
-    "mode": "auto",
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "gpus": None,
-    "lane_gpus": None,
-    "exclude": [],
-    "min_memory_mib": 0,
-    "identical": True,
-    "allow_busy": False,
-    "p2p": "proven",
-    "nccl_proto": "LL",
-    "layer_partition": None,
-    "bind": False,
-    "cpus": None,
-    "host_resident_kib": 0,
-    "caller_env": {},
-}
+#: the topology policy of a lane that says nothing: the selection's defaults, switched off
+POLICY_DEFAULTS: Dict[str, Any] = {"enabled": False, **topology.POLICY_DEFAULTS}
 
 _needs = Record(
     {

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping
 
-from .profile import TOPOLOGY_VARIABLES
+from .runtime_env import DECISION_NAMES, ENGINE_ARGS
 from .systemd import CONTINUED, environment_file, exec_line, unset_names
 
 #: the settings of a box whose links are trusted without asking, see "Rules of the decision" in docs/architecture.md
 _FIXED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_SKIP_P2P_CHECK": "1", "NCCL_P2P_LEVEL": "SYS", "NCCL_PROTO": "LL"}
 
 _CACHES = {"VLLM_CACHE_ROOT": "", "FLASHINFER_WORKSPACE_BASE": "/flashinfer", "TRITON_CACHE_DIR": "/triton"}
-
-_ENGINE_ARGS = "VLLM_FLEET_ENGINE_ARGS"
 
 
 def fixed_environment(policy: Mapping[str, Any]) -> Dict[str, str]:
@@ -40,7 +38,7 @@ def render(lane: Mapping[str, Any]) -> Dict[str, Any]:
     if policy["enabled"] and policy["mode"] == "fixed":
         env.update(fixed_environment(policy))
     elif policy["enabled"]:
-        runtime += [*TOPOLOGY_VARIABLES, "NCCL_P2P_DISABLE", _ENGINE_ARGS]
+        runtime += [*DECISION_NAMES, ENGINE_ARGS]
     for name, below in _CACHES.items():
         if name in env:
             continue
@@ -65,9 +63,9 @@ def unit(lane: Mapping[str, Any]) -> Dict[str, Any]:
     argv = rendered["argv"]
     executable = "" if argv[0].startswith("/") else _program(lane, argv[0])
     line = exec_line(argv, executable)
-    if _ENGINE_ARGS in rendered["runtime_env"]:
+    if ENGINE_ARGS in rendered["runtime_env"]:
         # unquoted and unbraced: systemd splits it into words, and drops it when the decision adds none
-        line += f"{CONTINUED}${_ENGINE_ARGS}"
+        line += f"{CONTINUED}${ENGINE_ARGS}"
     return {
         "exec_start": line,
         "environment": environment_file(rendered["env"]),

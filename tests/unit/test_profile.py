@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_fleet import catalog, profile, render
+from vllm_fleet import catalog, profile, render, runtime_env
 from vllm_fleet.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +86,9 @@ def test_the_tiny_lane() -> None:
         ({"checkpoint": "models/tiny"}, "bad_schema", ["checkpoint", "absolute"]),
         ({"topology": {"mode": "automatic"}}, "bad_schema", ["topology.mode", "auto, fixed, strict"]),
         ({"topology": {"tensor_paralel": 2}}, "unknown_key", ["Did you mean tensor_parallel?"]),
+        ({"topology": {"layer_partition": [1, 2]}}, "bad_policy", ["lane main", "layer_partition"]),
+        ({"topology": {"caller_env": {"FOO": "1"}}}, "unknown_variable", ["lane main", "FOO"]),
+        ({"topology": {}, "env": {"NCCL_PROTO": "a b"}}, "bad_policy", ["lane main", "NCCL_PROTO"]),
         ({"checks": {"memory": "ignore"}}, "bad_schema", ["checks.memory", "fail, warn, off"]),
         ({"args": {"--max-num-batched-tokens": 1}}, "batch_below_sequences", ["below --max-num-seqs 2"]),
     ],
@@ -180,8 +183,8 @@ def test_fixed_mode_leaves_out_the_other_lanes_gpus() -> None:
 def test_other_modes_leave_them_to_the_start() -> None:
     lane = resolve(RTX, topology={"mode": "auto"}, env={"NCCL_PROTO": "Simple", "NCCL_DEBUG": "INFO"})
     rendered = render.render(lane)
-    assert set(profile.TOPOLOGY_VARIABLES) <= set(rendered["runtime_env"])
-    assert not set(profile.TOPOLOGY_VARIABLES) & set(rendered["env"])
+    assert set(runtime_env.DECISION_NAMES) <= set(rendered["runtime_env"])
+    assert not set(runtime_env.DECISION_NAMES) & set(rendered["env"])
     assert lane["policy"]["caller_env"] == {"NCCL_PROTO": "Simple"}
     assert rendered["env"]["NCCL_DEBUG"] == "INFO"
     assert render.unit(lane)["exec_start"].endswith(" $VLLM_FLEET_ENGINE_ARGS")
