@@ -13,9 +13,9 @@ import pkgutil
 import re
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+from .arguments import Group, argument_value, canonical_flag, is_flag
 from .checks import FAIL, WARN
 from .errors import UsageError
-from .profile import Group, argument_value, canonical_flag, is_flag
 from .schema import suggestion
 
 Finding = Dict[str, str]
@@ -353,7 +353,7 @@ def lint(
 ) -> List[Finding]:
     """Return the findings for a command line and its environment.
 
-    :param groups: the arguments, each flag with its words (:func:`.profile.group_words`).
+    :param groups: the arguments, each flag with its words (:func:`.arguments.group_words`).
     :param version: of the engine, with a vendor's suffix where it is a vendor's build.
     :param bare_env: names whose value is a number or truth value to YAML, not a text.
     :param concurrency: how many requests the caller sends at a time, where it says so.

@@ -10,7 +10,8 @@ import re
 from pathlib import PurePath
 from typing import Any, Dict, List, Mapping, Tuple
 
-from .profile import argument_value, group_words, is_as_written
+from .arguments import argument_value, group_words
+from .profile import is_as_written
 from .profile_schema import VARIABLE, check_profile
 from .schema import Integer, ListOf, Record, Shape, Text, Where
 

@@ -12,6 +12,7 @@ import json
 import re
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+from .arguments import Group, argument_group, argument_value, canonical_flag, group_words, is_flag, override, to_text
 from .errors import UsageError
 from .profile_schema import LANE_KEYS, POLICY_DEFAULTS, READINESS_DEFAULTS, check_knob
 from .runtime_env import DECISION_NAMES
@@ -21,17 +22,6 @@ from .topology import validate_policy
 ENGINES_ROOT = "/opt/vllm-fleet/engines"
 STATE_ROOT = "/var/lib/vllm-fleet"
 LOG_ROOT = "/var/log/vllm-fleet"
-
-#: short names of flags and the long ones that vLLM itself gives them
-ALIASES = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-q": "--quantization",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
-    "-asc": "--api-server-count",
-}
 
 #: flags that a lane's own keys set, and the key
 _RESERVED = {
@@ -43,9 +33,6 @@ _RESERVED = {
 }
 
 _REFERENCE = re.compile(r"\$\{([a-z][a-z0-9_]*)\}", re.ASCII)
-_NEGATIVE_NUMBER = re.compile(r"-[0-9.]", re.ASCII)
-
-Group = List[str]  #: one flag with its words
 
 
 class Catalog:
@@ -72,38 +59,6 @@ class Catalog:
         if name not in self.engines:
             raise unknown(Where("catalog", "engines"), name, self.engines)
         return self.engines[name]
-
-
-def canonical_flag(word: str) -> str:
-    """Return the flag of an argument as vLLM compares it: ``--a_b=c`` is ``--a-b``, ``-tp`` its long name."""
-    flag = word.split("=", 1)[0]
-    if flag.startswith("--"):
-        head, dot, tail = flag.partition(".")
-        return head.replace("_", "-") + dot + tail
-    return ALIASES.get(flag, flag)
-
-
-def is_flag(word: str) -> bool:
-    """Return whether a word begins a new argument; ``-1`` and a lone ``-`` are values."""
-    return len(word) > 1 and word.startswith("-") and not _NEGATIVE_NUMBER.match(word)
-
-
-def group_words(words: Iterable[str]) -> List[Group]:
-    """Split a list of words into flags with the words that follow each; joining the groups gives the list back."""
-    groups: List[Group] = []
-    for word in words:
-        if is_flag(word) or not groups:
-            groups.append([word])
-        else:
-            groups[-1].append(word)
-    return groups
-
-
-def to_text(value: Any) -> str:
-    """Return a scalar as the text that a process gets: ``true``, ``1``, ``0.96``."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
 
 
 def fill(value: Any, variables: Mapping[str, Any], where: Where) -> Any:
@@ -154,41 +109,6 @@ def _shape_notes(shape: Mapping[str, int], max_seqs: int, sizes: Sequence[int]) 
             "grow with their number."
         )
     return notes
-
-
-def argument_group(flag: str, value: Any, spaced: bool = False) -> Group:
-    """Return the words of one argument: ``true`` is a bare flag, a list several words, a mapping JSON."""
-    if value is True:
-        return [flag]
-    if isinstance(value, Mapping):
-        separators = (", ", ": ") if spaced else (",", ":")
-        return [flag, json.dumps(value, separators=separators, ensure_ascii=False)]
-    if isinstance(value, list):
-        return [flag, *(to_text(item) for item in value)]
-    return [flag, to_text(value)]
-
-
-def _override(groups: List[Group], flag: str, group: Optional[Group]) -> List[Group]:
-    """Replace every argument of this flag by ``group`` where the first one stood; None removes, a new one is appended.
-
-    ``--no-x`` and ``--x`` are one switch, so that turning a profile's switch the other way leaves only one of them.
-    """
-
-    def switch(name: str) -> str:
-        name = canonical_flag(name)
-        return "--" + name[len("--no-") :] if name.startswith("--no-") else name
-
-    result: List[Group] = []
-    placed = False
-    for old in groups:
-        if switch(old[0]) != switch(flag):
-            result.append(old)
-        elif group is not None and not placed:
-            result.append(group)
-            placed = True
-    if group is not None and not placed:
-        result.append(group)
-    return result
 
 
 def engine_paths(engine: Mapping[str, Any], engines_root: str = ENGINES_ROOT) -> Dict[str, Any]:
@@ -260,14 +180,16 @@ def _check_bind(lane: Mapping[str, Any], host: str, where: Where) -> None:
 
 
 def _check_reserved(words: Iterable[str], where: Where) -> None:
+    """Refuse flags that a lane's keys set, and their beginnings, which the engine's parser completes."""
     for word in words:
-        key = _RESERVED.get(canonical_flag(word))
-        if key and is_flag(word):
-            raise UsageError(
-                "reserved_flag",
-                f"{where}: {canonical_flag(word)} is set by the lane's key {key}.",
-                f"Set {key} instead.",
-            )
+        flag = canonical_flag(word)
+        if not is_flag(word) or len(flag) < 3:
+            continue
+        for reserved, key in _RESERVED.items():
+            if reserved.startswith(flag):
+                raise UsageError(
+                    "reserved_flag", f"{where}: {flag} is set by the lane's key {key}.", f"Set {key} instead."
+                )
 
 
 def _policy(profile: Mapping[str, Any], lane: Mapping[str, Any]) -> Dict[str, Any]:
@@ -354,15 +276,6 @@ def _check_parallel(policy: Mapping[str, Any], groups: Sequence[Group], where: W
                 f"{where}: the arguments say {flag} {found or '1 (the default)'}, the topology {key} {policy[key]}.",
                 f"Set topology.{key}, and leave {flag} to the profile.",
             )
-
-
-def argument_value(groups: Sequence[Group], flag: str) -> Optional[str]:
-    """Return the value that the engine takes for a flag (the last one wins), None without it."""
-    value = None
-    for group in groups:
-        if canonical_flag(group[0]) == flag:
-            value = group[0].split("=", 1)[1] if "=" in group[0] else " ".join(group[1:])
-    return value
 
 
 def resolve(
@@ -504,7 +417,7 @@ def _arguments(
         if present is None:
             missing.append([flag, *words])
         elif present != " ".join(words):
-            groups = _override(groups, flag, [flag, *words])
+            groups = override(groups, flag, [flag, *words])
     if is_as_written(profile):
         # without these flags the engine serves the model of its entry under its own path
         groups += [group for group in missing if group[0] in ("--host", "--port")]
@@ -512,7 +425,7 @@ def _arguments(
         groups = missing + groups
     for flag, value in overrides.items():
         spaced = flag in profile["json_with_spaces"]
-        groups = _override(groups, flag, None if value is None else argument_group(flag, value, spaced))
+        groups = override(groups, flag, None if value is None else argument_group(flag, value, spaced))
     return groups + group_words(extra)
 
 

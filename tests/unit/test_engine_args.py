@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_fleet import engine_args
+from vllm_fleet.arguments import group_words
 from vllm_fleet.commands import lint_args
 from vllm_fleet.errors import UsageError
-from vllm_fleet.profile import group_words
 
 ROOT = Path(__file__).resolve().parents[2]
 CATALOG = str(ROOT / "catalog")

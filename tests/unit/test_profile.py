@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_fleet import catalog, profile, render, runtime_env
+from vllm_fleet import arguments, catalog, profile, render, runtime_env
 from vllm_fleet.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def test_the_tiny_lane() -> None:
     lane = resolve(TINY, port=8001, max_seqs=3)
     assert words(lane)[:3] == ["/opt/vllm-fleet/engines/vllm-0.32.0-cpu/venv/bin/vllm", "serve", "/models/tiny"]
     assert words(lane)[3:9] == ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8001"]
-    assert profile.argument_value(lane["args"], "--max-num-seqs") == "3"
+    assert arguments.argument_value(lane["args"], "--max-num-seqs") == "3"
     assert lane["policy"]["enabled"] is False
     assert lane["workdir"] == "/var/lib/vllm-fleet/lanes/main"
     assert set(render.render(lane)["runtime_env"]) == {
@@ -78,6 +78,8 @@ def test_the_tiny_lane() -> None:
         ({"host": "127.evil.example"}, "open_bind", ["127.evil.example"]),
         ({"args": {"--port": 1}}, "reserved_flag", ["--port", "key port"]),
         ({"args": {"--served_model_name": "x"}}, "reserved_flag", ["served_names"]),
+        ({"extra_args": ["--hos", "0.0.0.0"]}, "reserved_flag", ["key host"]),
+        ({"args": {"--serv": "x"}}, "reserved_flag", ["served_names"]),
         ({"extra_args": ["--api-key=secret"]}, "reserved_flag", ["api_key_file"]),
         ({"args": {"max-model-len": 1}}, "bad_schema", ["max-model-len", "a flag"]),
         ({"args": {"--enforce-eager": False}}, "bad_schema", ["args.--enforce-eager", "null removes"]),
@@ -161,7 +163,7 @@ def test_naming_gpus_or_a_topology_turns_the_policy_on() -> None:
 
 def test_the_topology_reaches_the_arguments() -> None:
     lane = resolve(RTX, topology={"tensor_parallel": 4, "pipeline_parallel": 1, "layer_partition": None})
-    assert profile.argument_value(lane["args"], "--tensor-parallel-size") == "4"
+    assert arguments.argument_value(lane["args"], "--tensor-parallel-size") == "4"
     assert "VLLM_PP_LAYER_PARTITION" not in lane["env"]
     assert refusal(RTX, args={"--tensor-parallel-size": 4}).reason == "parallel_mismatch"
 
@@ -214,7 +216,7 @@ def test_cleared_names_that_are_set_are_set() -> None:
 def test_graph_sizes(sequences: int, sizes: list) -> None:
     assert profile.cudagraph_sizes(sequences, 3) == sizes
     lane = resolve(RTX, max_seqs=sequences)
-    value = json.loads(profile.argument_value(lane["args"], "--compilation-config") or "")
+    value = json.loads(arguments.argument_value(lane["args"], "--compilation-config") or "")
     assert value["cudagraph_capture_sizes"] == sizes
     assert any("CUDA graphs" in note for note in lane["notes"]) == (len(sizes) > 8)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 
 from .. import engine_args, files
+from ..arguments import Group, group_words
 from ..checks import FAIL
 from ..errors import UsageError
-from ..profile import Group, group_words
 from .render import CHECKOUT_CATALOG
 
 
