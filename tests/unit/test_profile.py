@@ -313,7 +313,7 @@ def test_a_version_without_quotes_is_refused(tmp_path: Path) -> None:
 
 def test_resolving_changes_nothing_in_the_catalog() -> None:
     before = copy.deepcopy((CATALOG.profiles, CATALOG.engines))
-    lane = resolve(RTX, args={"--a": 1}, topology={"exclude": ["9"]}, env={"NCCL_PROTO": "x"})
+    lane = resolve(RTX, args={"--zz": 1}, topology={"exclude": ["9"]}, env={"NCCL_PROTO": "x"})
     lane["policy"]["exclude"].append("7")
     lane["needs"]["shm_kib"] = 1
     lane["checkpoint"]["patch"].append({})
