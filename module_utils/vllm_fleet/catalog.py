@@ -141,7 +141,7 @@ def platform_reader(catalog: Catalog, defaults: Mapping[str, Any]) -> Callable[[
         if not isinstance(source, str) or not source:
             raise where.at("profile_source").error(source, "the path of a file in the platform's format")
         engine = lane.get("engine", "")
-        return load_platform(str(Path(defaults.get("base_dir", ""), source)), catalog, engine)
+        return load_platform(str(Path(defaults.get("base_dir") or "", source)), catalog, engine)
 
     return read
 
