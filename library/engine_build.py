@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: engine_build
 short_description: Build an engine from its wheelhouse into an archive
 description:
-  - Makes a relocatable venv from hash-locked wheels without an index, byte-compiles it, asserts the version that it
+  - Makes a venv from hash-locked wheels without an index, byte-compiles it, asserts the version that it
     will report, records its build products, and packs it with a manifest.
   - Runs on the builder, once for a fleet. M(engine_install) unpacks the archive on each box.
 version_added: "0.1.0"
@@ -38,6 +38,10 @@ options:
     description: Archive to write.
     type: path
     required: true
+  root:
+    description: Directory of the engine on the boxes; its console scripts name the interpreter there.
+    type: path
+    required: true
 attributes:
   check_mode:
     description: Builds nothing in check mode.
@@ -55,6 +59,7 @@ EXAMPLES = r"""
     workdir: /opt/vllm-fleet/build/vllm-0.32.0-cpu
     python: /usr/bin/python3.11
     dest: /opt/vllm-fleet/build/vllm-0.32.0-cpu.tar.zst
+    root: /opt/vllm-fleet/engines/vllm-0.32.0-cpu
 """
 
 RETURN = r"""
@@ -128,13 +133,25 @@ class Builder:
             )
         return done.stdout.strip()
 
+    def point_scripts_at(self, final):
+        """Make the console scripts name the interpreter where the engine will live, not where it was built."""
+        folder = os.path.join(self.venv, "bin")
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                continue
+            with open(path, "rb") as handle:
+                text = handle.read()
+            if self.venv.encode() in text:
+                files.write_atomic(path, text.replace(self.venv.encode(), final.encode()))
+
     def build(self):
         params = self.params
         shutil.rmtree(self.stage, ignore_errors=True)
         os.makedirs(self.stage)
         uv = os.path.join(params["workdir"], "uv")
         self.call(
-            "venv", [uv, "venv", "--quiet", "--relocatable", "--no-project", "--python", params["python"], self.venv]
+            "venv", [uv, "venv", "--quiet", "--no-project", "--python", params["python"], self.venv]
         )
         python = os.path.join(self.venv, "bin", "python")
         self.call(
@@ -146,6 +163,7 @@ class Builder:
                 "--link-mode", "copy", "--no-cache", "--compile-bytecode",
             ],
         )  # fmt: skip
+        self.point_scripts_at(os.path.join(params["root"], "venv"))
         version = self.call("version", [python, "-c", "import importlib.metadata as m; print(m.version('vllm'))"])
         if version.split("+")[0] != params["version"].split("+")[0]:
             self.module.fail_json(
@@ -203,6 +221,7 @@ def main():
             "workdir": {"type": "path", "required": True},
             "python": {"type": "path", "required": True},
             "dest": {"type": "path", "required": True},
+            "root": {"type": "path", "required": True},
         },
         supports_check_mode=True,
     )

@@ -44,6 +44,10 @@ options:
     description: Group that may read the lane and its log.
     type: str
     default: vllm
+  user:
+    description: User that the lanes run as; owns their working directories.
+    type: str
+    default: vllm
 attributes:
   check_mode:
     description: Can say which releases would be written without writing them.
@@ -94,6 +98,7 @@ reason:
 
 import grp
 import os
+import pwd
 import shutil
 import tempfile
 
@@ -123,19 +128,20 @@ def link_target(path):
 class Writer:
     """Collect what differs, and write it unless this is a check run."""
 
-    def __init__(self, check_mode, gid):
+    def __init__(self, check_mode, uid, gid):
         self.check_mode = check_mode
+        self.uid = uid
         self.gid = gid
         self.changed = []
         self.diffs = []
 
-    def directory(self, path, mode, gid=0):
+    def directory(self, path, mode, uid, gid):
         if os.path.isdir(path):
             return
         self.changed.append(path)
         if not self.check_mode:
             os.makedirs(path, exist_ok=True)
-            os.chown(path, 0, gid)
+            os.chown(path, uid, gid)
             os.chmod(path, mode)
 
     def text(self, path, text, mode, gid=0, secret=False):
@@ -198,6 +204,7 @@ def stage(writer, lane, binding, key, keep):
     current = link_target(os.path.join(home, "current"))
     path = os.path.join(releases, wanted)
     writer.release(path, contents, lane["engine"]["root"], os.path.join(home, "current"))
+    writer.directory(lane["workdir"], 0o750, writer.uid, writer.gid)
     units_before = len(writer.changed)
     writer.link(
         os.path.join(home, "current", "unit.conf"), os.path.join(UNITS, f"vllm@{name}.service.d", "50-release.conf")
@@ -230,19 +237,19 @@ def main():
             "keys": {"type": "dict", "default": {}, "no_log": True},
             "bindings": {"type": "dict", "default": {}},
             "group": {"type": "str", "default": "vllm"},
+            "user": {"type": "str", "default": "vllm"},
         },
         supports_check_mode=True,
     )
     params = module.params
     try:
         gid = grp.getgrnam(params["group"]).gr_gid
-    except KeyError:
+        uid = pwd.getpwnam(params["user"]).pw_uid
+    except KeyError as error:
         if not module.check_mode:
-            module.fail_json(
-                msg="there is no group {}; the role common makes it".format(params["group"]), reason="no_group"
-            )
-        gid = 0
-    writer = Writer(module.check_mode, gid)
+            module.fail_json(msg=f"there is no such user or group: {error}; the role common makes it", reason="no_user")
+        uid = gid = 0
+    writer = Writer(module.check_mode, uid, gid)
     rows = []
     try:
         unit_changed = writer.text(os.path.join(UNITS, "vllm@.service"), params["unit"].rstrip("\n") + "\n", 0o644)

@@ -7,7 +7,7 @@ import json
 from typing import Any, Dict, Mapping
 
 #: Counts up when the way of building changes so that an old archive would be wrong.
-RECIPE = 1
+RECIPE = 2
 
 
 def wheel_inputs(engine: Mapping[str, Any], lock_path: str, lock_text: str) -> Dict[str, Any]:

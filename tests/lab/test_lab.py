@@ -1,0 +1,199 @@
+"""What a new user is promised of the lab. The tests run in order and leave the lab as `make lab` made it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+
+from conftest import BIN, ROOT, SITE, Box, play
+
+
+def test_systemd_is_pid_1_and_the_lane_runs_as_vllm(box1: Box, box2: Box) -> None:
+    for box in (box1, box2):
+        assert box.run("cat /proc/1/comm") == "systemd"
+        assert box.show("ActiveState") == "active"
+        assert box.run(f"ps -o user= -p {box.pid()}") == "vllm"
+        score = re.search(r"Overall exposure level.*?: ([\d.]+)", box.run("systemd-analyze security --no-pager vllm@main"))
+        assert score and float(score[1]) <= 2.0
+        assert box.run("systemd-analyze verify vllm@main.service 2>&1") == ""
+
+
+def test_lanes_answer_with_their_key_only(box1: Box, box2: Box) -> None:
+    for box in (box1, box2):
+        answer = box.complete()
+        assert answer["model"] == "tiny"
+        assert answer["usage"]["completion_tokens"] >= 1
+        refused = box.run(f"curl -s -o /dev/null -w '%{{http_code}}' http://{box.address}:8000/v1/models || true", check=False)
+        if refused:  # a box need not have curl; the engine's own client library is asked below all the same
+            assert refused == "401"
+        key = (ROOT / "lab/.state/keys" / f"{box.name}-main.key").read_text().strip()
+        assert key not in box.run(f"tr '\\0' ' ' < /proc/{box.pid()}/cmdline")
+        assert box.run("stat -c '%a %U' /etc/vllm-fleet/secrets/main.key") == "600 root"
+
+
+def test_gpus_are_in_the_order_of_their_links(box1: Box, box2: Box) -> None:
+    for box, order in ((box1, "0,2,1,3"), (box2, "0,1,2,3")):
+        environ = box.run(f"tr '\\0' '\\n' < /proc/{box.pid()}/environ").splitlines()
+        assert f"CUDA_VISIBLE_DEVICES={order}" in environ
+        assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in environ
+
+
+def test_second_run_changes_nothing_and_is_cheap() -> None:
+    done = subprocess.run([str(BIN / "python"), "-m", "lab", "converge-cost"], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    last = done.stdout.strip().splitlines()[-1]
+    cost = re.fullmatch(r"calls_per_box=(\d+) changed=(\d+) wall_s=([\d.]+)", last)
+    assert cost, done.stdout[-2000:] + done.stderr[-2000:]
+    print(last)
+    assert int(cost[1]) <= 25
+    assert int(cost[2]) == 0
+
+
+def test_check_mode_tells_the_truth_on_a_finished_box() -> None:
+    done = play(*SITE, "--check", "--diff")
+    assert done.status == 0, done.text[-3000:]
+    assert done.changed == {"box1": 0, "box2": 0}
+
+
+def test_one_argument_restarts_one_lane_once(box1: Box, box2: Box, overlay) -> None:
+    old, other = box1.pid(), box2.pid()
+    done = play(*overlay(args={"--max-model-len": 256}), *SITE)
+    assert done.status == 0, done.text[-3000:]
+    assert done.changed["box1"] > 0
+    assert done.changed["box2"] == 0
+    assert box2.pid() == other
+    assert box1.pid() != old
+    assert box1.show("NRestarts") == "0"
+    assert box1.request("/v1/models")["data"][0]["max_model_len"] == 256
+    back = play(*SITE)
+    assert back.status == 0, back.text[-3000:]
+    assert box1.request("/v1/models")["data"][0]["max_model_len"] == 512
+
+
+def test_argument_that_the_engine_refuses_touches_nothing(box1: Box, overlay) -> None:
+    pid = box1.pid()
+    done = play(*overlay(args={"--max-model-len": 512, "--no-such-flag": 1}), *SITE)
+    assert done.status != 0
+    assert "unrecognized arguments: --no-such-flag" in done.text
+    assert box1.pid() == pid
+    assert box1.complete()["model"] == "tiny"
+
+
+def test_unknown_names_end_before_anything_is_touched(box1: Box, overlay) -> None:
+    pid = box1.pid()
+    done = play(*overlay(profile="tiny-cqu"), *SITE)
+    assert done.status != 0
+    assert "tiny-cpu" in done.text  # the suggestion
+    done = play(*overlay(checkpoint="/srv/models/none"), *SITE)
+    assert done.status != 0
+    assert "/srv/models/none" in done.text
+    assert "box1" in done.text
+    assert box1.pid() == pid
+
+
+def test_release_that_does_not_answer_is_taken_back(box1: Box, overlay) -> None:
+    release = box1.run("readlink /etc/vllm-fleet/lanes/main/current")
+    # The parser takes the length; the engine refuses it later, because the model's own is 512.
+    done = play(*overlay(args={"--max-model-len": 100000}), *SITE)
+    assert done.status != 0
+    assert "max_model_len" in done.text  # the engine's own words
+    assert "last good release is back" in done.text
+    assert box1.run("readlink /etc/vllm-fleet/lanes/main/current") == release
+    assert box1.complete()["model"] == "tiny"
+    assert play(*SITE).status == 0
+
+
+def test_killed_engine_comes_back_by_itself(box1: Box) -> None:
+    pid = box1.pid()
+    box1.run(f"kill -9 {pid}")
+    assert box1.wait_answer()["model"] == "tiny"
+    assert box1.pid() != pid
+
+
+def test_killed_controller_leaves_nothing_that_a_rerun_does_not_mend(box1: Box, overlay) -> None:
+    changed = overlay(args={"--max-model-len": 384})
+    for moment in ("Render the releases beside", "Flip and start the lanes", "Wait until every lane"):
+        play(*changed, *SITE, kill_after=moment)
+    done = play(*changed, *SITE)
+    assert done.status == 0, done.text[-3000:]
+    assert box1.request("/v1/models")["data"][0]["max_model_len"] == 384
+    again = play(*changed, *SITE)
+    assert again.changed == {"box1": 0, "box2": 0}
+    assert play(*SITE).status == 0
+
+
+def test_restarted_box_decides_again_without_a_play(box1: Box) -> None:
+    box1.run("rm -rf /run/vllm-fleet")
+    subprocess.run(["podman", "restart", "-t", "20", box1.container], check=True, capture_output=True, timeout=120)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            box1.run("true")
+            break
+        except (AssertionError, subprocess.TimeoutExpired):
+            time.sleep(2)
+    assert box1.wait_answer()["model"] == "tiny"
+    assert "CUDA_VISIBLE_DEVICES=0,2,1,3" in box1.run("cat /run/vllm-fleet/main/runtime.env")
+
+
+def test_missing_gpu_refuses_the_start_and_a_returned_one_lets_it_in(box1: Box) -> None:
+    facts = json.loads(box1.run("cat /etc/nvml-sim/facts.json"))
+    whole = json.dumps(facts)
+    facts["gpus"] = facts["gpus"][:3]
+    facts["pairs"] = [pair for pair in facts["pairs"] if 3 not in pair["gpus"]]
+    box1.run(f"cat > /etc/nvml-sim/facts.json <<'EOF'\n{json.dumps(facts)}\nEOF")
+    try:
+        box1.run("systemctl restart --no-block vllm@main")
+        deadline = time.monotonic() + 60
+        journal = ""
+        while time.monotonic() < deadline and "too_few_gpus" not in journal:
+            journal = box1.run("journalctl -u vllm@main -n 20 --no-pager -o cat")
+            time.sleep(1)
+        assert "too_few_gpus" in journal
+        assert box1.show("ActiveState") != "active"
+    finally:
+        box1.run(f"cat > /etc/nvml-sim/facts.json <<'EOF'\n{whole}\nEOF")
+    assert box1.wait_answer()["model"] == "tiny"  # its own next try
+
+
+def test_verify_changes_nothing_and_names_box_check_and_fix(box1: Box) -> None:
+    good = play("playbooks/verify.yml")
+    assert good.status == 0, good.text[-3000:]
+    assert good.changed == {"box1": 0, "box2": 0}
+    site = "/opt/vllm-fleet/engines/vllm-0.32.0-cpu/venv/lib/python3.11/site-packages"
+    workdir = "/var/lib/vllm-fleet/lanes/main"
+    pid = box1.pid()
+    box1.run(f"cp -a {site}/vllm/version.py /root/version.py && printf '#' >> {site}/vllm/version.py")
+    box1.run(f"mkdir -p {workdir}/vllm && touch {workdir}/vllm/__init__.py")
+    box1.run("mount -o remount,size=32m /dev/shm")
+    try:
+        bad = play("playbooks/verify.yml")
+        assert bad.status != 0
+        for code in ("changed", "import_shadowed", "shm_too_small"):
+            assert re.search(rf"box1\s+main\s+fail\s+\w+\s+{code}\b", bad.text), (code, bad.text[-4000:])
+        # The same checks stop the unit's start, and a play does not disturb the lane that runs.
+        refused = box1.run("/opt/vllm-fleet/bin/vllm-fleet start-check main --json", check=False)
+        found = {item["reason"] for item in json.loads(refused)["results"] if item["status"] == "fail"}
+        assert {"changed", "import_shadowed", "shm_too_small"} <= found
+        assert play(*SITE).failed["box1"] == 1
+        assert box1.pid() == pid
+    finally:
+        box1.run(f"mv /root/version.py {site}/vllm/version.py; rm -rf {workdir}/vllm; mount -o remount,size=1g /dev/shm")
+    assert play("playbooks/verify.yml").status == 0
+
+
+def test_occupied_port_refuses_the_start(box2: Box) -> None:
+    box2.run("systemctl stop vllm@main")
+    box2.run(f"cd / && systemd-run -q --unit=squatter python3 -m http.server 8000 --bind {box2.address}")
+    try:
+        box2.run("systemctl start --no-block vllm@main")
+        deadline = time.monotonic() + 60
+        journal = ""
+        while time.monotonic() < deadline and "port_occupied" not in journal:
+            journal = box2.run("journalctl -u vllm@main -n 20 --no-pager -o cat")
+            time.sleep(1)
+        assert "port_occupied" in journal
+    finally:
+        box2.run("systemctl stop squatter; systemctl reset-failed vllm@main; systemctl restart --no-block vllm@main")
+    assert box2.wait_answer()["model"] == "tiny"
