@@ -80,6 +80,7 @@ reason:
   sample: built
 """
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -164,6 +165,9 @@ class Builder:
             ],
         )  # fmt: skip
         self.point_scripts_at(os.path.join(params["root"], "venv"))
+        # uv leaves its lock there, writable by all.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.venv, ".lock"))
         version = self.call("version", [python, "-c", "import importlib.metadata as m; print(m.version('vllm'))"])
         if version.split("+")[0] != params["version"].split("+")[0]:
             self.module.fail_json(
