@@ -151,9 +151,7 @@ class Builder:
         shutil.rmtree(self.stage, ignore_errors=True)
         os.makedirs(self.stage)
         uv = os.path.join(params["workdir"], "uv")
-        self.call(
-            "venv", [uv, "venv", "--quiet", "--no-project", "--python", params["python"], self.venv]
-        )
+        self.call("venv", [uv, "venv", "--quiet", "--no-project", "--python", params["python"], self.venv])
         python = os.path.join(self.venv, "bin", "python")
         self.call(
             "install",

@@ -29,7 +29,8 @@ _PHASE_PATTERNS = tuple((re.compile(pattern), phase) for pattern, phase in _PHAS
 #: Lines that name the cause, in the engine's own words; Python's traceback frames and banners are not among them.
 _CAUSE = re.compile(r"(\b\w*(Error|Exception)\b: |\bERROR\b|\berror: |CUDA error|out of memory|Killed|Bus error)")
 _FRAME = re.compile(r'^\s*(File "|Traceback|\^+|~|During handling|The above exception)|^\s{2,}')
-_PREFIX = re.compile(r"^(\([^)]*\)\s*)?((INFO|ERROR|WARNING|DEBUG) \S+ \S+ \[[^\]]*\]\s*)?")
+#: One blank ends the prefix; further ones are the indentation that tells a traceback's frames.
+_PREFIX = re.compile(r"^(\([^)]*\) ?)?((INFO|ERROR|WARNING|DEBUG) \S+ \S+ \[[^\]]*\] ?)?")
 
 
 def phase(log: str) -> str:

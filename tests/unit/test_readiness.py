@@ -1,0 +1,147 @@
+"""Phases, error lines and the proofs, over logs and answers as engines give them."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_fleet import readiness
+
+LOG = """\
+(APIServer pid=211) INFO 11-30 20:01:02 [api_utils.py:233] non-default args: {'model': '/srv/models/tiny'}
+(EngineCore pid=260) INFO 11-30 20:01:12 [core.py:101] Initializing a V1 LLM engine (v0.32.0) with config: model='x'
+(Worker_TP0 pid=300) INFO 11-30 20:01:22 [parallel_state.py:1208] world_size=4 rank=0 backend=nccl
+(EngineCore pid=260) INFO 11-30 20:01:23 [gpu_model_runner.py:4001] Starting to load model /srv/models/tiny...
+(EngineCore pid=260) INFO 11-30 20:01:24 [kv_cache_utils.py:1310] GPU KV cache size: 924,993 tokens
+(APIServer pid=211) INFO:     Started server process [211]
+(APIServer pid=211) INFO:     Application startup complete.
+"""
+
+PHASES = [
+    ("", "importing"),
+    ("something that tells nothing\n", "importing"),
+    (LOG.splitlines()[0], "starting the engine"),
+    ("\n".join(LOG.splitlines()[:2]), "starting the engine core"),
+    ("\n".join(LOG.splitlines()[:4]), "loading weights"),
+    ("\n".join(LOG.splitlines()[:5]), "sizing the KV cache"),
+    (LOG, "answering HTTP"),
+    (LOG + 'INFO: 127.0.0.1:5 - "GET /health HTTP/1.1" 200 OK\n', "answering HTTP"),
+    ("Capturing CUDA graphs (PIECEWISE): 3%\n", "capturing CUDA graphs"),
+    ("Dynamo bytecode transform time: 4.2 s\nCompiling a graph for dynamic shape\n", "compiling kernels"),
+]
+
+
+@pytest.mark.parametrize(("log", "expected"), PHASES)
+def test_phase(log, expected):
+    assert readiness.phase(log) == expected
+
+
+FAILED = """\
+(EngineCore pid=260) INFO 11-30 20:01:12 [core.py:101] Initializing a V1 LLM engine
+(EngineCore pid=260) ERROR 11-30 20:01:24 [core.py:900] EngineCore failed to start.
+(EngineCore pid=260) ERROR 11-30 20:01:24 [core.py:900] Traceback (most recent call last):
+(EngineCore pid=260) ERROR 11-30 20:01:24 [core.py:900]   File "/x/core.py", line 3, in run_engine_core
+(EngineCore pid=260) ERROR 11-30 20:01:24 [core.py:900]     raise ValueError(
+(EngineCore pid=260) ERROR 11-30 20:01:24 [core.py:900] ValueError: No available memory for the cache blocks.
+Traceback (most recent call last):
+  File "/x/bin/vllm", line 8, in <module>
+    sys.exit(main())
+             ^^^^^^
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_the_errors_are_the_engines_own_words_without_the_traceback():
+    assert readiness.last_errors(FAILED) == [
+        "EngineCore failed to start.",
+        "ValueError: No available memory for the cache blocks.",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+
+
+def test_the_newest_errors_win():
+    log = "".join(f"ValueError: number {number}\n" for number in range(9))
+    assert readiness.last_errors(log, limit=2) == ["ValueError: number 7", "ValueError: number 8"]
+
+
+def test_one_error_said_by_every_worker_is_said_once():
+    log = "".join(f"(Worker_TP{rank} pid={rank}) RuntimeError: CUDA error: out of memory\n" for rank in range(4))
+    assert readiness.last_errors(log) == ["RuntimeError: CUDA error: out of memory"]
+
+
+def test_without_an_error_the_last_lines_are_shown():
+    assert readiness.last_errors("one\n\ntwo\nthree\n", limit=2) == ["two", "three"]
+    assert readiness.last_errors("") == []
+
+
+def test_the_stall_at_nccls_start_names_p2p():
+    log = "\n".join([*LOG.splitlines()[:2], "rank 0 in world size 4 is assigned as DP rank 0"])
+    assert "p2p-check" in readiness.stall_hint(log, {"NCCL_P2P_LEVEL": "SYS"})
+    assert readiness.stall_hint(log, {}) is None
+    assert readiness.stall_hint(LOG, {"NCCL_P2P_LEVEL": "SYS"}) is None
+
+
+MODELS = {"data": [{"id": "tiny"}, {"id": "small"}, "no entry"]}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "names", "expected"),
+    [
+        (200, MODELS, ["tiny"], "listed"),
+        (200, MODELS, ["tiny", "small"], "listed"),
+        (200, MODELS, ["large"], "wrong_model"),
+        (200, {"data": []}, ["tiny"], "wrong_model"),
+        (200, {}, ["tiny"], "wrong_model"),
+        (401, {"error": "Unauthorized"}, ["tiny"], "models_unavailable"),
+        (None, None, ["tiny"], "models_unavailable"),
+        (200, None, ["tiny"], "models_unavailable"),
+        (200, ["tiny"], ["tiny"], "models_unavailable"),
+    ],
+)
+def test_models(status, body, names, expected):
+    result = readiness.judge_models(status, body, names)
+    assert result["reason"] == expected
+    assert result["status"] == ("pass" if expected == "listed" else "fail")
+
+
+def completion(**changes):
+    return {"model": "tiny", "choices": [{"text": "x"}], "usage": {"completion_tokens": 1}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (200, completion(), "answered"),
+        (200, completion(model="other"), "wrong_model"),
+        (200, completion(choices=[]), "empty_completion"),
+        (200, completion(usage={"completion_tokens": 0}), "empty_completion"),
+        (200, completion(usage=None), "empty_completion"),
+        (500, {"error": {"message": "EngineDeadError"}}, "completion_failed"),
+        (200, None, "completion_failed"),
+        (None, None, "completion_failed"),
+    ],
+)
+def test_completion(status, body, expected):
+    result = readiness.judge_completion(status, body, "tiny")
+    assert result["reason"] == expected
+    assert result["status"] == ("pass" if expected == "answered" else "fail")
+
+
+def test_a_failed_completion_shows_what_the_engine_said():
+    assert (
+        "EngineDeadError" in readiness.judge_completion(500, {"error": {"message": "EngineDeadError"}}, "x")["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (LOG, "found"),
+        (LOG.replace("924,993", "831,488"), "identity_differs"),
+        ("nothing like it\n", "identity_missing"),
+    ],
+)
+def test_identity_lines(log, expected):
+    (result,) = readiness.judge_log(log, ["GPU KV cache size: 924,993 tokens"])
+    assert result["reason"] == expected
+    if expected == "identity_differs":
+        assert "831,488" in result["message"]
+        assert "924,993" in result["message"]
