@@ -1,9 +1,10 @@
 # The targets that people use. `make help` lists them.
 PYTHON ?= python3
 LAB = .venv/bin/python -m lab
+PARTS = .venv/bin/python tests/parts.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab lab-down lab-status converge-cost
+.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,3 +25,18 @@ lab-down:  ## remove the lab's boxes, network and state; the cache stays
 
 converge-cost: env  ## run site.yml twice and print calls_per_box=N changed=0 wall_s=T of the second run
 	@$(LAB) converge-cost
+
+lint: env  ## ruff, mypy, yamllint, ansible-lint (profile production)
+	@$(PARTS) lint
+
+unit: env  ## unit tests, public bug reports as cases, modules through Ansible
+	@$(PARTS) unit
+
+molecule: env  ## each role in a box of its own, then the whole box; one of them: make molecule S=serve
+	@$(PARTS) molecule$(if $(S),:$(S))
+
+lab-test: env  ## the lab end to end: both lanes, changes, kills, interrupted runs
+	@$(PARTS) lab
+
+test: env  ## all of it, cheapest first: what CI runs
+	@$(PARTS) lint unit molecule lab

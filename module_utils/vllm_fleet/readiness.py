@@ -57,7 +57,7 @@ def last_errors(log: str, limit: int = 5) -> List[str]:
 
 
 def stall_hint(log: str, p2p_env: Mapping[str, str]) -> Optional[str]:
-    """Name P2P as the suspect when the log ends at NCCL's start while P2P is on (club-3090#873: a false grant blocks)."""
+    """Name P2P as the suspect when the log ends at NCCL's start with P2P on (club-3090#873: a false grant blocks)."""
     if phase(log) == "connecting the ranks" and p2p_env.get("NCCL_P2P_LEVEL"):
         return (
             "stopped at NCCL's start with peer-to-peer on: granted but not functional? Prove it: vllm-fleet p2p-check"

@@ -58,7 +58,8 @@ def unit_conf(lane: Mapping[str, Any], devices: Sequence[str], binding: Optional
     lines_of = unit(lane)
     stop = _shutdown_timeout(render(lane)["argv"]) + STOP_MARGIN_S
     lines = [
-        f"# Lane {name}: profile {lane['profile']}, engine {lane['engine']['id']}. Written by vllm-fleet; edits are lost.",
+        f"# Lane {name}: profile {lane['profile']}, engine {lane['engine']['id']}. "
+        "Written by vllm-fleet; edits are lost.",
         "[Unit]",
         f"Description=vLLM lane {name} ({lane['profile']})",
         # Three starts, each of which may take the whole deadline and the whole stop, then the unit stays down.
@@ -96,7 +97,7 @@ def files(lane: Mapping[str, Any], devices: Sequence[str], binding: Optional[Map
 
 
 def release_id(contents: Mapping[str, str]) -> str:
-    """Return the release's name: 12 hex digits over every file's name and text, so equal content is the same release."""
+    """Return the release's name: 12 hex digits over every file's name and text; equal content is the same release."""
     digest = hashlib.sha256()
     for name in sorted(contents):
         for part in (name, contents[name]):

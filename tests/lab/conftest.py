@@ -53,7 +53,9 @@ class Box:
                 except OSError:
                     pass
             time.sleep(1)
-        raise AssertionError(f"{self.name} did not answer:\n" + self.run("journalctl -u vllm@main -n 40 --no-pager -o cat"))
+        raise AssertionError(
+            f"{self.name} did not answer:\n" + self.run("journalctl -u vllm@main -n 40 --no-pager -o cat")
+        )
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         key = (STATE / "keys" / f"{self.name}-main.key").read_text().strip()
@@ -95,7 +97,9 @@ def play(*args: str, kill_after: str = "") -> Played:
     argv = [str(BIN / "ansible-playbook"), *args]
     if not kill_after:
         return Played(subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False))
-    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     seen = []
     for line in process.stdout or ():
         seen.append(line)
@@ -112,8 +116,9 @@ def overlay(tmp_path: Path) -> Any:
 
     def make(**changes: Any) -> list[str]:
         lane = {
-            "name": "main", "profile": "tiny-cpu", "port": 8000, "host": "{{ lab_ip }}", "checkpoint": "/srv/models/tiny",
-            "served_names": ["tiny"], "api_key_file": "/etc/vllm-fleet/secrets/main.key",
+            "name": "main", "profile": "tiny-cpu", "port": 8000, "host": "{{ lab_ip }}",
+            "checkpoint": "/srv/models/tiny", "served_names": ["tiny"],
+            "api_key_file": "/etc/vllm-fleet/secrets/main.key",
             "topology": {"mode": "auto", "tensor_parallel": 2, "pipeline_parallel": 2}, **changes,
         }  # fmt: skip
         (tmp_path / "hosts.json").write_text(json.dumps({"gpu-boxes": {"hosts": {"box1": {"vllm_lanes": [lane]}}}}))

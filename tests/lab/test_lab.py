@@ -15,7 +15,9 @@ def test_systemd_is_pid_1_and_the_lane_runs_as_vllm(box1: Box, box2: Box) -> Non
         assert box.run("cat /proc/1/comm") == "systemd"
         assert box.show("ActiveState") == "active"
         assert box.run(f"ps -o user= -p {box.pid()}") == "vllm"
-        score = re.search(r"Overall exposure level.*?: ([\d.]+)", box.run("systemd-analyze security --no-pager vllm@main"))
+        score = re.search(
+            r"Overall exposure level.*?: ([\d.]+)", box.run("systemd-analyze security --no-pager vllm@main")
+        )
         assert score and float(score[1]) <= 2.0
         assert box.run("systemd-analyze verify vllm@main.service 2>&1") == ""
 
@@ -25,7 +27,9 @@ def test_lanes_answer_with_their_key_only(box1: Box, box2: Box) -> None:
         answer = box.complete()
         assert answer["model"] == "tiny"
         assert answer["usage"]["completion_tokens"] >= 1
-        refused = box.run(f"curl -s -o /dev/null -w '%{{http_code}}' http://{box.address}:8000/v1/models || true", check=False)
+        refused = box.run(
+            f"curl -s -o /dev/null -w '%{{http_code}}' http://{box.address}:8000/v1/models || true", check=False
+        )
         if refused:  # a box need not have curl; the engine's own client library is asked below all the same
             assert refused == "401"
         key = (ROOT / "lab/.state/keys" / f"{box.name}-main.key").read_text().strip()
@@ -41,7 +45,14 @@ def test_gpus_are_in_the_order_of_their_links(box1: Box, box2: Box) -> None:
 
 
 def test_second_run_changes_nothing_and_is_cheap() -> None:
-    done = subprocess.run([str(BIN / "python"), "-m", "lab", "converge-cost"], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [str(BIN / "python"), "-m", "lab", "converge-cost"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     last = done.stdout.strip().splitlines()[-1]
     cost = re.fullmatch(r"calls_per_box=(\d+) changed=(\d+) wall_s=([\d.]+)", last)
     assert cost, done.stdout[-2000:] + done.stderr[-2000:]
@@ -179,7 +190,9 @@ def test_verify_changes_nothing_and_names_box_check_and_fix(box1: Box) -> None:
         assert play(*SITE).failed["box1"] == 1
         assert box1.pid() == pid
     finally:
-        box1.run(f"mv /root/version.py {site}/vllm/version.py; rm -rf {workdir}/vllm; mount -o remount,size=1g /dev/shm")
+        box1.run(
+            f"mv /root/version.py {site}/vllm/version.py; rm -rf {workdir}/vllm; mount -o remount,size=1g /dev/shm"
+        )
     assert play("playbooks/verify.yml").status == 0
 
 

@@ -1,7 +1,7 @@
 """The start script of the 4x RTX 3090 setup and our rendering hand the same process to the engine.
 
-The script itself runs here, in a sandbox whose tree, venv and toolchain are stubs; the stub engine records its arguments
-and environment. What differs on purpose is listed in docs/seed-rtx3090.md and below.
+The script itself runs here, in a sandbox whose tree, venv and toolchain are stubs; the stub engine records its
+arguments and environment. What differs on purpose is listed in docs/seed-rtx3090.md and below.
 """
 
 from __future__ import annotations

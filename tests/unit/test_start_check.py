@@ -34,9 +34,9 @@ class Box:
         lane.update(lane=name, env={}, **changes)
         lane["policy"] = {
             "enabled": True, "mode": "auto", "tensor_parallel": 2, "pipeline_parallel": 2, "gpus": None,
-            "lane_gpus": None, "exclude": [], "min_memory_mib": 0, "identical": True, "allow_busy": False, "p2p": "proven",
-            "nccl_proto": "LL", "layer_partition": None, "bind": False, "cpus": None, "host_resident_kib": 0,
-            "caller_env": {}, **(policy or {}),
+            "lane_gpus": None, "exclude": [], "min_memory_mib": 0, "identical": True, "allow_busy": False,
+            "p2p": "proven", "nccl_proto": "LL", "layer_partition": None, "bind": False, "cpus": None,
+            "host_resident_kib": 0, "caller_env": {}, **(policy or {}),
         }  # fmt: skip
         path = self.base / f"etc/vllm-fleet/lanes/{name}/current/lane.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,11 +13,11 @@ _PROPERTIES = (
 )  # fmt: skip
 
 
-def run(argv: List[str], timeout: float = 60.0) -> "subprocess.CompletedProcess[str]":
+def run(argv: List[str], timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run a command with a fixed locale; a missing program or a timeout reads as status 127 or 124."""
     try:
         return subprocess.run(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, timeout=timeout, check=False,
+            argv, capture_output=True, text=True, timeout=timeout, check=False,
             env=dict(os.environ, LC_ALL="C.UTF-8"),
         )  # fmt: skip
     except FileNotFoundError as error:
@@ -27,7 +27,7 @@ def run(argv: List[str], timeout: float = 60.0) -> "subprocess.CompletedProcess[
 
 
 def unit_state(unit: str) -> Dict[str, Any]:
-    """Return the unit's properties that the project uses; ``MainPID`` and ``NRestarts`` as integers (0 when unknown)."""
+    """Return the unit's properties that the project uses; numbers such as ``MainPID`` as integers (0 when unknown)."""
     done = run(["systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES)])
     values: Dict[str, Any] = dict.fromkeys(_PROPERTIES, "")
     for line in done.stdout.splitlines():
