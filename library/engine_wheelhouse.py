@@ -75,6 +75,7 @@ reason:
   sample: present
 """
 
+import fcntl
 import glob
 import os
 import shutil
@@ -163,6 +164,11 @@ def main():
         module.fail_json(msg=f"uv is neither beside {sys.executable} nor on PATH; run make env", reason="no_uv")
     os.makedirs(wheels, exist_ok=True)
     os.makedirs(os.path.dirname(packed), exist_ok=True)
+    # Two plays of one user share the cache; the second finds what the first has collected. The lock goes with the process.
+    lock = open(os.path.join(params["cache"], "wheelhouse", ".lock"), "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if os.path.exists(packed):
+        module.exit_json(changed=False, path=packed, bytes=os.stat(packed).st_size, reason="present")
     own = os.path.join(params["cache"], "wheelhouse", params["digest"] + ".d")
     os.makedirs(own, exist_ok=True)
     download(module, params["lock"], own, params["python"], params["glibc"], [wheels, *params["find_links"]])
