@@ -125,6 +125,8 @@ def _create(spec: BoxSpec, box: Box, host: Host, image_name: str, recipe: str) -
         f"--runtime={host.runtime}",
         "--systemd=always",
         "--cap-add=SYS_ADMIN",
+        # root of a real box can see who holds a port; without this the owner's open files are hidden from it
+        "--cap-add=SYS_PTRACE",
         f"--shm-size={spec.shm_size}",
         "--pids-limit=-1",
         "--log-driver=none",

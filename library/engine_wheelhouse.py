@@ -164,8 +164,8 @@ def main():
         module.fail_json(msg=f"uv is neither beside {sys.executable} nor on PATH; run make env", reason="no_uv")
     os.makedirs(wheels, exist_ok=True)
     os.makedirs(os.path.dirname(packed), exist_ok=True)
-    # Two plays of one user share the cache; the second finds what the first has collected. The lock goes with the process.
-    lock = open(os.path.join(params["cache"], "wheelhouse", ".lock"), "w")
+    # Two plays of one user share the cache; the second finds what the first collected. The lock ends with the process.
+    lock = os.open(os.path.join(params["cache"], "wheelhouse", ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     if os.path.exists(packed):
         module.exit_json(changed=False, path=packed, bytes=os.stat(packed).st_size, reason="present")
