@@ -13,17 +13,22 @@ from . import checks
 
 #: What the engine prints on its way up -> the phase that has begun. The last match in the log is where it is.
 _PHASES: Tuple[Tuple[str, str], ...] = (
-    (r"vLLM API server version|Starting vLLM|non-default args", "starting the engine"),
-    (r"Initializing a V\d LLM engine|EngineCore", "starting the engine core"),
-    (r"init_process_group|using nccl|rank \d+ in world size", "connecting the ranks"),
-    (r"Starting to load model|Loading safetensors|Loading weights|Model loading", "loading weights"),
-    (r"Dynamo|torch\.compile|Compiling a graph|backend compil", "compiling kernels"),
-    (r"Memory profiling|memory profiling|Available KV cache memory|KV cache size", "sizing the KV cache"),
+    (r"vLLM API server version|non-default args", "starting the engine"),
+    (r"Initializing a V\d LLM engine", "starting the engine core"),
+    (r"init_process_group|vLLM is using nccl|distributed_init_method=", "connecting the ranks"),
+    (r"Starting to load model|Loading (safetensors|weights)|Model loading", "loading weights"),
+    (r"Dynamo bytecode|Compiling a graph|torch\.compile (takes|took)|for vLLM's torch\.compile", "compiling kernels"),
+    (r"[Mm]emory profiling|Available KV cache memory|KV cache size", "sizing the KV cache"),
     (r"Capturing CUDA graph", "capturing CUDA graphs"),
-    (r"Warming up|warmup|warm up", "warming up"),
-    (r"Starting vLLM API server|Started server process|Waiting for application startup", "starting the HTTP server"),
+    (r"Warming up|[Ww]arm-?up (of|for|took)", "warming up"),
+    (
+        r"init engine \(|Starting vLLM|Started server process|Waiting for application startup",
+        "starting the HTTP server",
+    ),
     (r"Application startup complete", "answering HTTP"),
 )
+#: Telling words stand at the beginning; further on in a line the engine prints its whole configuration.
+_TELLING = 120
 _PHASE_PATTERNS = tuple((re.compile(pattern), phase) for pattern, phase in _PHASES)
 
 #: Lines that name the cause, in the engine's own words; Python's traceback frames and banners are not among them.
@@ -36,8 +41,9 @@ _PREFIX = re.compile(r"^(\([^)]*\) ?)?((INFO|ERROR|WARNING|DEBUG) \S+ \S+ \[[^\]
 def phase(log: str) -> str:
     """Return the phase that the log's last telling line belongs to; ``importing`` before the first one."""
     for line in reversed(log.splitlines()):
+        text = _PREFIX.sub("", line)[:_TELLING]
         for pattern, name in reversed(_PHASE_PATTERNS):
-            if pattern.search(line):
+            if pattern.search(text):
                 return name
     return "importing"
 

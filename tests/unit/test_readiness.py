@@ -5,28 +5,45 @@ from __future__ import annotations
 import pytest
 from vllm_fleet import readiness
 
-LOG = """\
-(APIServer pid=211) INFO 11-30 20:01:02 [api_utils.py:233] non-default args: {'model': '/srv/models/tiny'}
-(EngineCore pid=260) INFO 11-30 20:01:12 [core.py:101] Initializing a V1 LLM engine (v0.32.0) with config: model='x'
-(Worker_TP0 pid=300) INFO 11-30 20:01:22 [parallel_state.py:1208] world_size=4 rank=0 backend=nccl
-(EngineCore pid=260) INFO 11-30 20:01:23 [gpu_model_runner.py:4001] Starting to load model /srv/models/tiny...
-(EngineCore pid=260) INFO 11-30 20:01:24 [kv_cache_utils.py:1310] GPU KV cache size: 924,993 tokens
-(APIServer pid=211) INFO:     Started server process [211]
-(APIServer pid=211) INFO:     Application startup complete.
-"""
-
+#: what vLLM 0.32 prints on its way up, shortened
+LINES = """\
+W1130 21:00:28.243000 1533 torch/_library/triton.py:53] Triton not available, find_triton_kernels = []
+(APIServer pid=1) INFO 11-30 21:00:29 [api_utils.py:286] non-default args: {'model': '/srv/models/tiny'}
+(APIServer pid=1) INFO 11-30 21:01:34 [model.py:733] Resolved architecture: Qwen3ForCausalLM
+(APIServer pid=1) WARNING 11-30 21:01:34 [vllm.py:1703] Enforce eager set, disabling torch.compile, CUDAGraphs, and \
+JIT kernel warmup. This is equivalent to setting -cc.mode=none
+(EngineCore pid=9) INFO 11-30 21:02:53 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: \
+model='/srv/models/tiny', speculative_config=None, tokenizer='/srv/models/tiny', skip_tokenizer_init=False, \
+compilation_config={'cudagraph_num_of_warmups': 0, 'mode': 'torch.compile took'}
+(EngineCore pid=9) INFO 11-30 21:02:53 [ompmultiprocessing.py:185] OpenMP thread binding info:
+(Worker pid=7) INFO 11-30 21:03:58 [parallel_state.py:1906] world_size=1 rank=0 distributed_init_method=file:///tmp/x
+(Worker pid=7) INFO 11-30 21:03:58 [cpu_model_runner.py:68] Starting to load model /srv/models/tiny...
+Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 108.64it/s]
+(EngineCore pid=9) INFO 11-30 21:04:00 [kv_cache_utils.py:2327] GPU KV cache size: 924,993 tokens, Maximum concurrency
+(EngineCore pid=9) INFO 11-30 21:04:00 [core.py:402] init engine (profile, create kv cache, warmup model) took 0.05 s
+(EngineCore pid=9) WARNING 11-30 21:04:02 [vllm.py:1703] Enforce eager set, disabling torch.compile, CUDAGraphs
+(APIServer pid=1) INFO 11-30 21:04:03 [entry.py:140] Starting vLLM server on http://127.0.0.1:8000
+(APIServer pid=1) INFO:     Started server process [1]
+(APIServer pid=1) INFO:     Application startup complete.
+(APIServer pid=1) INFO:     127.0.0.1:5 - "GET /health HTTP/1.1" 200 OK
+""".splitlines()
+LOG = "\n".join(LINES) + "\n"
+WAY = (
+    ["importing"] + ["starting the engine"] * 3 + ["starting the engine core"] * 2 + ["connecting the ranks"]
+    + ["loading weights"] * 2 + ["sizing the KV cache"] + ["starting the HTTP server"] * 4 + ["answering HTTP"] * 2
+)  # fmt: skip
 PHASES = [
     ("", "importing"),
     ("something that tells nothing\n", "importing"),
-    (LOG.splitlines()[0], "starting the engine"),
-    ("\n".join(LOG.splitlines()[:2]), "starting the engine core"),
-    ("\n".join(LOG.splitlines()[:4]), "loading weights"),
-    ("\n".join(LOG.splitlines()[:5]), "sizing the KV cache"),
-    (LOG, "answering HTTP"),
-    (LOG + 'INFO: 127.0.0.1:5 - "GET /health HTTP/1.1" 200 OK\n', "answering HTTP"),
-    ("Capturing CUDA graphs (PIECEWISE): 3%\n", "capturing CUDA graphs"),
+    *(("\n".join(LINES[: number + 1]), phase) for number, phase in enumerate(WAY)),
+    ("(Worker pid=7) INFO 11-30 21:03:58 [x.py:1] Capturing CUDA graphs (PIECEWISE): 3%\n", "capturing CUDA graphs"),
     ("Dynamo bytecode transform time: 4.2 s\nCompiling a graph for dynamic shape\n", "compiling kernels"),
+    ("(Worker pid=7) INFO 11-30 21:03:58 [pynccl.py:111] vLLM is using nccl==2.30.4\n", "connecting the ranks"),
 ]
+
+
+def test_the_way_up_has_a_phase_for_each_line():
+    assert len(WAY) == len(LINES)
 
 
 @pytest.mark.parametrize(("log", "expected"), PHASES)
@@ -73,7 +90,7 @@ def test_without_an_error_the_last_lines_are_shown():
 
 
 def test_the_stall_at_nccls_start_names_p2p():
-    log = "\n".join([*LOG.splitlines()[:2], "rank 0 in world size 4 is assigned as DP rank 0"])
+    log = "\n".join(LINES[:7])
     assert "p2p-check" in readiness.stall_hint(log, {"NCCL_P2P_LEVEL": "SYS"})
     assert readiness.stall_hint(log, {}) is None
     assert readiness.stall_hint(LOG, {"NCCL_P2P_LEVEL": "SYS"}) is None
