@@ -285,3 +285,71 @@ def children_named(text):
         except OSError:
             continue
     return found
+
+
+# --- engine_wheelhouse ----------------------------------------------------------------------------------------------
+
+
+def wheel(folder, name="tiny_engine", version="1.0"):
+    """Write a minimal wheel and return the line of a lock that wants it."""
+    folder.mkdir(exist_ok=True)
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+def test_engine_wheelhouse(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    lock, cache, links = tmp_path / "e1.lock", tmp_path / "cache", tmp_path / "links"
+    wanted = wheel(links)
+    lock.write_text(wanted)
+    other = tmp_path / "e2.lock"
+    other.write_text(wanted.replace("sha256:", "sha256:0")[:-2] + "\n")
+    absent = tmp_path / "e3.lock"
+    absent.write_text(wanted.replace("tiny_engine", "absent_engine"))
+
+    def task(path, digest):
+        collect = {
+            "lock": str(path),
+            "cache": str(cache),
+            "digest": digest,
+            "python": "3.11",
+            "find_links": [str(links)],
+        }
+        return {"engine_wheelhouse": collect}
+
+    dry, real, again, damaged, missing = play(
+        tmp_path,
+        {**task(lock, "d1"), **DRY},
+        task(lock, "d1"),
+        task(lock, "d1"),
+        task(other, "d2"),
+        task(absent, "d3"),
+    )
+    assert (dry["changed"], dry["bytes"], dry["path"]) == (True, 0, real["path"])
+    assert (real["changed"], real["reason"]) == (True, "collected")
+    assert (again["changed"], again["reason"], again["bytes"]) == (False, "present", real["bytes"])
+    with tarfile.open(real["path"]) as packed:
+        assert packed.getnames() == ["wheels/tiny_engine-1.0-py3-none-any.whl", "requirements.lock", "uv"]
+        assert packed.extractfile("requirements.lock").read().decode() == wanted
+    for result, name in ((damaged, "e2.lock"), (missing, "e3.lock")):
+        assert (result["failed"], result["reason"]) == (True, "download_failed")
+        assert name in result["msg"]
+    assert sorted(path.name for path in (cache / "wheelhouse").glob("*.tar")) == ["d1.tar"]
+
+
+def test_engine_wheelhouse_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    lock = tmp_path / "e1.lock"
+    lock.write_text("tiny_engine==1.0 --hash=sha256:" + 64 * "0" + "\n")
+    collect = {"lock": str(lock), "cache": str(tmp_path / "cache"), "digest": "d1", "python": "3.11"}
+    (result,) = play(tmp_path, {"engine_wheelhouse": collect})
+    assert (result["failed"], result["reason"]) == (True, "no_index")
+    assert "no package index answers" in result["msg"]
