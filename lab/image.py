@@ -53,6 +53,9 @@ rm -f /etc/ssh/ssh_host_*
 : > /etc/machine-id
 printf 'LANG=C.UTF-8\\n' > /etc/default/locale
 printf 'force-unsafe-io\\n' > /etc/dpkg/dpkg.cfg.d/10-lab
+# no package lists, as on a fresh installation, and none that look fresh
+find /var/lib/apt/lists -mindepth 1 -delete
+touch -d 2020-01-01 /var/lib/apt/lists
 systemctl mask apt-daily.timer apt-daily-upgrade.timer getty@tty1.service console-getty.service
 update-ca-certificates
 """
@@ -111,6 +114,7 @@ def _mmdebstrap(made_from: dict[str, object], target: Path) -> None:
             f"--customize-hook=copy-in {shlex.quote(str(path))} /usr/local/share/ca-certificates"
             for path in host_certificates()
         ),
+        "--skip=cleanup/apt/lists",  # done in the hook, which also sets their age
         f'--customize-hook=chroot "$1" sh -c {shlex.quote(CUSTOMIZE)}',
         f'--customize-hook=printf %s {shlex.quote(lines)} > "$1/etc/apt/apt.conf.d/90host"',
         SUITE,
