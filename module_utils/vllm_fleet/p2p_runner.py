@@ -44,7 +44,8 @@ class Launcher(NamedTuple):
         """Return a rank's environment. Every rank sees all cards: NCCL uses no P2P with a peer that it can't see."""
         env = {name: value for name, value in environment(self.engine).items() if name not in _P2P_VARIABLES}
         env.update(CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_VISIBLE_DEVICES=",".join(self.devices), PYTHONUNBUFFERED="1")
-        env.update(ARMS[arm])
+        # Multicast through an NVSwitch is another path than the one between two cards, and not what is proven here.
+        env.update(ARMS[arm], NCCL_NVLS_ENABLE="0")
         if arm == "found" and _TEST_FAULT in os.environ:
             env[_TEST_FAULT] = os.environ[_TEST_FAULT]
         return env
