@@ -7,7 +7,11 @@ import re
 import subprocess
 import time
 
+import pytest
 from conftest import BIN, ROOT, SITE, Box, play
+
+# An engine starts in half a minute on an idle machine; a test may start it several times.
+pytestmark = pytest.mark.timeout(1200)
 
 
 def test_systemd_is_pid_1_and_the_lane_runs_as_vllm(box1: Box, box2: Box) -> None:
