@@ -33,6 +33,8 @@ _PHASE_PATTERNS = tuple((re.compile(pattern), phase) for pattern, phase in _PHAS
 
 #: Lines that name the cause, in the engine's own words; Python's traceback frames and banners are not among them.
 _CAUSE = re.compile(r"(\b\w*(Error|Exception)\b: |\bERROR\b|\berror: |CUDA error|out of memory|Killed|Bus error)")
+#: What pydantic says below its headline; the headline alone only counts the errors.
+_DETAIL = re.compile(r"^\s+(Value error|Assertion failed|Input should be|Field required)\b")
 _FRAME = re.compile(r'^\s*(File "|Traceback|\^+|~|During handling|The above exception)|^\s{2,}')
 #: One blank ends the prefix; further ones are the indentation that tells a traceback's frames.
 _PREFIX = re.compile(r"^(\([^)]*\) ?)?((INFO|ERROR|WARNING|DEBUG) \S+ \S+ \[[^\]]*\] ?)?")
@@ -52,9 +54,14 @@ def last_errors(log: str, limit: int = 5) -> List[str]:
     """Return the engine's own last error lines (newest last), without traceback frames and log prefixes."""
     found: List[str] = []
     for line in reversed(log.splitlines()):
-        text = _PREFIX.sub("", line).rstrip()
-        if text and _CAUSE.search(line) and not _FRAME.match(text) and text not in found:
-            found.append(text[:400])
+        prefix = _PREFIX.match(line)
+        text = line[prefix.end() if prefix else 0 :].rstrip()
+        if prefix and prefix.group(3) in ("INFO", "WARNING", "DEBUG"):
+            continue
+        telling = _DETAIL.match(text) or (_CAUSE.search(line) and not _FRAME.match(text))
+        text = text.strip()[:400]
+        if text and telling and text not in found:
+            found.append(text)
             if len(found) == limit:
                 break
     if not found:

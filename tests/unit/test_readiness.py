@@ -74,6 +74,24 @@ def test_the_errors_are_the_engines_own_words_without_the_traceback():
     ]
 
 
+REFUSED = """\
+(APIServer pid=1) WARNING 11-30 21:27:06 [system_utils.py:255] This can cause errors like `OSError: [Errno 24] \
+Too many open files`. Consider increasing with ulimit -n
+Traceback (most recent call last):
+  File "/x/bin/vllm", line 8, in <module>
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, User-specified max_model_len (4096) is greater than the model's. [type=value_error]
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+
+
+def test_a_validation_error_comes_with_what_is_wrong_and_a_warning_is_none():
+    assert readiness.last_errors(REFUSED) == [
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "Value error, User-specified max_model_len (4096) is greater than the model's. [type=value_error]",
+    ]
+
+
 def test_the_newest_errors_win():
     log = "".join(f"ValueError: number {number}\n" for number in range(9))
     assert readiness.last_errors(log, limit=2) == ["ValueError: number 7", "ValueError: number 8"]
