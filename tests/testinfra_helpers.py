@@ -65,5 +65,8 @@ def converge(*arguments: str, inventory: Path | None = None, **variables: Any) -
     :returns: the finished process with its output in ``stdout``; a failure is not raised, a test may expect one.
     """
     process = start_converge(*arguments, inventory=inventory, **variables)
-    output, _ = process.communicate()
+    try:
+        output, _ = process.communicate()
+    finally:
+        process.terminate()
     return subprocess.CompletedProcess(process.args, process.returncode, output)
