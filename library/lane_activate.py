@@ -16,7 +16,9 @@ description:
 version_added: "0.1.0"
 options:
   lanes:
-    description: Lanes to activate, with C(lane) and, for O(state=current), C(release); optionally C(api_key_file).
+    description:
+      - Lanes to activate, with C(lane) and, for O(state=current), C(release); optionally C(api_key_file), whose key the
+        process must have been started with, and C(key_changed), for check mode, where the file is still the old one.
     type: list
     elements: dict
     required: true
@@ -108,7 +110,7 @@ def key_is_stale(name, key_file):
     return used.partition("=")[2].strip('"') != (first_line(key_file) or "")
 
 
-def why_restart(state, current, wanted, name, key_file):
+def why_restart(state, current, wanted, name, entry):
     """Return the reason to restart the lane, or None to leave it alone."""
     if current != wanted:
         return "release_changed"
@@ -116,7 +118,7 @@ def why_restart(state, current, wanted, name, key_file):
         return "not_running"
     if started_release(name) != wanted:
         return "runs_another_release"
-    if key_is_stale(name, key_file):
+    if entry.get("key_changed") or key_is_stale(name, entry.get("api_key_file")):
         return "key_changed"
     return None
 
@@ -142,7 +144,7 @@ def main():
             )
         unit = f"vllm@{name}.service"
         state = units.unit_state(unit)
-        reason = why_restart(state, current, wanted, name, entry.get("api_key_file"))
+        reason = why_restart(state, current, wanted, name, entry)
         row = {
             "lane": name,
             "before": current,

@@ -74,7 +74,7 @@ lanes:
   elements: dict
   sample:
     - {lane: main, release: 8c0e1f2ab34d, current: 0f11aa22bb33, flip: true,
-       path: /etc/vllm-fleet/lanes/main/releases/8c0e1f2ab34d}
+       path: /etc/vllm-fleet/lanes/main/releases/8c0e1f2ab34d, api_key_file: null, key_changed: false}
 before:
   description: Current release of each lane, V(absent) when there is none.
   returned: always
@@ -212,8 +212,7 @@ def stage(writer, lane, binding, key, keep):
     unit_changed = len(writer.changed) > units_before
     if lane["log"] and not os.path.exists(lane["log"]):
         writer.text(lane["log"], "", 0o640, writer.gid, secret=True)
-    if key is not None:
-        writer.text(lane["api_key_file"], key.strip() + "\n", 0o600, secret=True)
+    key_changed = key is not None and writer.text(lane["api_key_file"], key.strip() + "\n", 0o600, secret=True)
     if os.path.isdir(releases) and not writer.check_mode:
         ages = sorted(
             (entry for entry in os.listdir(releases) if not entry.startswith(".")),
@@ -224,7 +223,8 @@ def stage(writer, lane, binding, key, keep):
             shutil.rmtree(os.path.join(releases, old))
         for leftover in (entry for entry in os.listdir(releases) if entry.startswith(".new-")):
             shutil.rmtree(os.path.join(releases, leftover), ignore_errors=True)
-    return {"lane": name, "release": wanted, "current": current, "flip": wanted != current, "path": path}, unit_changed
+    row = {"lane": name, "release": wanted, "current": current, "flip": wanted != current, "path": path}
+    return {**row, "api_key_file": lane["api_key_file"], "key_changed": key_changed}, unit_changed
 
 
 def main():

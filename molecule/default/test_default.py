@@ -57,11 +57,11 @@ def test_the_lane_answers_for_its_key_only(host, process):
 
 def test_the_key_is_read_from_a_closed_file_and_stands_nowhere_else(host, process):
     assert owned(host, SECRET) == {SECRET: "0600 root:root"}
-    found = host.run(f"grep -rlF {KEY} /etc /var/lib/vllm-fleet /var/log /opt/vllm-fleet/bin")
+    found = host.run(f"grep -rlF {KEY} /etc /var/lib/vllm-fleet /var/log/vllm-fleet /opt/vllm-fleet/bin")
     assert found.stdout.split() == [SECRET]
     assert KEY not in host.check_output(f"tr '\\0' ' ' < /proc/{process}/cmdline")
     assert KEY not in host.check_output(f"systemctl show {UNIT}")
-    assert KEY not in host.check_output("journalctl --no-pager")
+    assert KEY not in host.check_output(f"journalctl --no-pager -u {UNIT}")
 
 
 def test_the_gpus_are_decided_on_the_box(host, process):
@@ -100,8 +100,10 @@ def test_check_mode_tells_what_a_change_would_do_and_does_not_do_it(host, proces
 
 def test_a_changed_key_restarts_the_lane(host, process):
     """The process holds the key that it was started with, so another one is a change of the lane."""
+    foreseen = converge("--check", serve_api_keys={"main": "another-key"})
+    assert (foreseen.returncode, changed_count(foreseen)) == (0, 2), "the key file and the restart"
     played = converge(serve_api_keys={"main": "another-key"})
-    assert played.returncode == 0, played.stdout
+    assert (played.returncode, changed_count(played)) == (0, 2), played.stdout
     assert int(property_of(host, UNIT, "MainPID")) != process
     assert ask(host, "another-key")["model"] == "tiny"
     assert ask(host, KEY) == {"status": 401}
