@@ -1,7 +1,7 @@
 # The targets that people use. `make help` lists them.
 PYTHON ?= python3
 LAB = .venv/bin/python -m lab
-PARTS = .venv/bin/python tests/parts.py
+PARTS = .venv/bin/python -m tests.parts
 
 .DEFAULT_GOAL := help
 .PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test

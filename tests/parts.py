@@ -1,7 +1,7 @@
 """The parts of ``make test``, cheapest first; each ends with a line ``N passed, M failed in S s``.
 
-Run one with ``python tests/parts.py lint`` (or ``unit``, ``molecule``, ``lab``), several in the given order, and single
-scenarios with ``python tests/parts.py molecule:serve``. A part that fails ends the run: what follows costs more.
+Run one with ``python -m tests.parts lint`` (or ``unit``, ``molecule``, ``lab``), several in the given order, and single
+scenarios with ``python -m tests.parts molecule:serve``. A part that fails ends the run: what follows costs more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from lab.settings import PREFIX
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -31,14 +33,20 @@ PARTS = {
 }
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of the steps: the project's own tools first, and nothing of a user's Ansible settings."""
+def environment(step: str) -> dict[str, str]:
+    """Return the environment of a step: the project's own tools first, and nothing of a user's Ansible settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ANSIBLE_", "MOLECULE_"))}
     # Byte code has to be written: without it every play compiles Ansible anew.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     # In a git hook these would point the tools to another tree.
     kept = {name: value for name, value in kept.items() if not name.startswith("GIT_")}
-    return {**kept, "PATH": f"{BIN}:{kept.get('PATH', '')}", "MOLECULE_COMMAND_BORDERS": "false"}
+    return {
+        **kept,
+        "PATH": f"{BIN}:{kept.get('PATH', '')}",
+        "MOLECULE_COMMAND_BORDERS": "false",
+        # Molecule's own choice is the same for all checkouts whose directories have one name.
+        "MOLECULE_EPHEMERAL_DIRECTORY": str(Path.home() / ".ansible" / "tmp" / f"{PREFIX}-{step}".replace(" ", "-")),
+    }
 
 
 def steps_of(word: str) -> dict[str, list[str]]:
@@ -58,7 +66,9 @@ def run(word: str) -> bool:
     for name, argv in steps.items():
         print(f"=== {word}: {name}", flush=True)
         started = time.monotonic()
-        status = subprocess.run([str(BIN / argv[0]), *argv[1:]], cwd=ROOT, env=environment(), check=False).returncode
+        status = subprocess.run(
+            [str(BIN / argv[0]), *argv[1:]], cwd=ROOT, env=environment(name), check=False
+        ).returncode
         print(f"--- {name}: {'passed' if status == 0 else f'FAILED ({status})'} in {time.monotonic() - started:.0f} s")
         if status:
             failed.append(name)

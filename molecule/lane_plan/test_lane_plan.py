@@ -19,7 +19,7 @@ def lane(**changes):
 
 #: name of the case: (lanes, reason code, further words of the message)
 REFUSED = {
-    "unknown-profile": ([lane(profile="tiny-cpuu")], "unknown_key", ["lane main", "'tiny-cpuu'", "tiny-cpu"]),
+    "unknown-profile": ([lane(profile="tiny-cpuu")], "unknown_key", ["'tiny-cpuu'", "Did you mean tiny-cpu?"]),
     "unknown-key": ([lane(prot=8001)], "unknown_key", ["'prot'", "port"]),
     "one-port-twice": ([lane(), lane(name="second")], "duplicate_port", ["8000", "main", "second"]),
     "one-name-twice": ([lane(), lane(port=8001)], "duplicate_lane", ["main"]),
