@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import hashlib
-import contextlib
 import json
 import os
 import pwd
