@@ -38,6 +38,10 @@ def assert_active(host: Any, unit: str) -> None:
         pytest.fail(f"{unit} is {state} ({property_of(host, unit, 'SubState')})\n{journal}")
 
 
+#: output without colour, also where the variable CI makes molecule force it
+PLAIN = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0"}
+
+
 def start_converge(*arguments: str, inventory: Path | None = None, **variables: Any) -> subprocess.Popen[str]:
     """Start the scenario's converge playbook again, as molecule does, with further arguments and variables.
 
