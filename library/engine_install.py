@@ -76,6 +76,7 @@ reason:
   sample: as_wanted
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -153,7 +154,9 @@ def install(module, root, entry):
         files.fsync_directory(root)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    os.unlink(archive)
+    for path in (archive, archive + ".json"):  # the builder has the description beside its archive
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
     return manifest
 
 
