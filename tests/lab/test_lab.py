@@ -9,6 +9,7 @@ import subprocess
 import time
 
 import pytest
+import yaml
 from conftest import BIN, ROOT, SITE, Box, play
 
 # An engine starts in half a minute on an idle machine; a test may start it several times.
@@ -76,9 +77,11 @@ def test_one_change_patches_the_checkpoint_and_restarts_one_lane_once(box1: Box,
     """An argument and a key that the checkpoint lacks, in one run: the key is set exactly once, one lane restarts."""
     catalog = tmp_path / "catalog"
     shutil.copytree(ROOT / "catalog", catalog)
-    patch = "\ncheckpoint:\n  patch:\n    - {file: config.json, key: fleet_test.mark, value: here}\n"
-    profile = catalog / "profiles" / "tiny-cpu.yml"
-    profile.write_text(profile.read_text() + patch)
+    path = catalog / "profiles" / "tiny-cpu.yml"
+    profile = yaml.safe_load(path.read_text())
+    wanted = {"file": "config.json", "key": "fleet_test.mark", "value": "here"}
+    profile["checkpoint"] = {**profile.get("checkpoint", {}), "patch": [wanted]}
+    path.write_text(yaml.safe_dump(profile, sort_keys=False))
     config = "/srv/models/tiny/config.json"
     box1.run(f"cp -p {config} /root/config.json && sed -i '1s/{{/{{\\n \"fleet_test\": {{}},/' {config}")
     box1.run(f"python3 -m json.tool {config}")
