@@ -17,7 +17,6 @@ from .render import render, unit
 
 LANES = "/etc/vllm-fleet/lanes"
 RUNTIME = "/run/vllm-fleet"
-PROGRAM = "/opt/vllm-fleet/bin/vllm-fleet"
 
 #: The engine's own shutdown must end before systemd loses patience (vllm serve --shutdown-timeout, seconds).
 STOP_MARGIN_S = 30

@@ -259,10 +259,10 @@ def box_lock(root: str = "/", wait: float = LOCK_S) -> Iterator[None]:
         os.close(descriptor)
 
 
-def check(lane: str, root: str = "/", read: Optional[Reader] = None, timeout: float = 20.0) -> Dict[str, Any]:
+def check(lane: str, root: str = "/", read: Optional[Reader] = None, timeout: Optional[float] = None) -> Dict[str, Any]:
     """Decide, write the runtime environment, run the preflight.
 
-    :param read: gives the facts; default the hardware, within ``timeout`` seconds.
+    :param read: gives the facts; default the hardware, within ``timeout`` seconds (default the lane's own limit).
     :returns: ``{"lane", "exit", "decision": {…} | None, "runtime_env": {…} | None, "removed": […], "results": […]}``;
         ``exit`` is 0, 1 when a check fails, 3 when the decision is refused (the runtime environment stays as it is).
     :raises FleetError: for a lane, policy or facts that can't be read.
@@ -272,7 +272,8 @@ def check(lane: str, root: str = "/", read: Optional[Reader] = None, timeout: fl
     facts: Optional[Dict[str, Any]] = None
     with box_lock(root):
         if data["policy"].get("enabled", True):
-            facts = live_facts([lane], root, timeout, read)
+            limit = float(data.get("topology_timeout_s", 20)) if timeout is None else timeout
+            facts = live_facts([lane], root, limit, read)
             outcome["decision"] = decide(data, facts, owned_by_others(lane, root))
             keep(lane, outcome["decision"], root)
         if not refused(outcome["decision"]):

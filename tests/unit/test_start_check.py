@@ -363,3 +363,17 @@ def test_an_unknown_lane_is_one_line_and_2():
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "unknown_lane" in done.stderr
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, 7.0), (3.0, 3.0)])
+def test_the_driver_has_the_lanes_own_time_unless_another_is_given(box, monkeypatch, given, seconds):
+    box.lane(topology_timeout_s=7)
+    asked = []
+
+    def read(timeout, root):
+        asked.append(timeout)
+        return copy.deepcopy(box.facts)
+
+    monkeypatch.setattr(start.collect, "read", read)
+    start.check("main", box.root, timeout=given)
+    assert asked == [seconds]

@@ -13,7 +13,7 @@ from ..preflight import report
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lane", help="name of the lane")
-    parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help="seconds for the driver to answer")
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds for the driver to answer (the lane's own)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
