@@ -27,7 +27,10 @@ LINT = {
 }
 PARTS = {
     "lint": LINT,
-    "unit": {"pytest": ["pytest", "tests/unit", "tests/cases", "tests/modules"]},
+    "unit": {
+        "a Python 3.8": ["python", "-m", "tests.python38"],
+        "pytest": ["pytest", "tests/unit", "tests/cases", "tests/modules"],
+    },
     "molecule": {name: ["molecule", "test", "--scenario-name", name] for name in SCENARIOS},
     "lab": {"make the lab": ["python", "-m", "lab", "up"], "pytest": ["pytest", "tests/lab"]},
 }

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests import python38
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,25 +27,10 @@ print(len(names), len(paths))
 """
 
 
-def python38() -> str:
-    """Return a Python 3.8, from PATH, pyenv or uv."""
-    homes = [Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"]
-    homes.append(Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or Path.home() / ".local/share/uv/python"))
-    found = [shutil.which("python3.8")]
-    found += [str(path) for home in homes for path in sorted(home.glob("*3.8.*/bin/python3.8"))]
-    for path in found:
-        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
-            return path
-    pytest.fail(
-        "no Python 3.8 on PATH, below ~/.pyenv/versions or from uv. What runs on boxes must be tried with it: "
-        "uv python install 3.8, or pyenv install 3.8, or apt-get install python3.8"
-    )
-
-
 def test_everything_that_runs_on_a_box_runs_on_python_3_8():
-    done = subprocess.run(
-        [python38(), "-I", "-B", "-c", PROGRAM], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    python = python38.find()
+    assert python, python38.MISSING
+    done = subprocess.run([python, "-I", "-B", "-c", PROGRAM], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     modules, files = map(int, done.stdout.split())
     assert modules == len(list((ROOT / "module_utils" / "vllm_fleet").rglob("*.py"))) - 2
