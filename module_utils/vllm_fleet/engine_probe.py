@@ -12,7 +12,7 @@ import importlib
 import io
 import json
 import sys
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 #: where the option table of the server has lived, newest first
 CLI_MODULES = (
@@ -30,7 +30,13 @@ NAME_REGISTRIES = (
         "ToolParserManager",
         "tool_parsers",
     ),
-    ("reasoning_parser", "reasoning parser", ("vllm.reasoning",), "ReasoningParserManager", "reasoning_parsers"),
+    (
+        "reasoning_parser",
+        "reasoning parser",
+        ("vllm.reasoning", "vllm.entrypoints.openai.reasoning_parsers"),
+        "ReasoningParserManager",
+        "reasoning_parsers",
+    ),
 )
 
 
@@ -96,6 +102,15 @@ def parse(entry: str, argv: List[str]) -> Any:
     return args
 
 
+def registered(modules: Sequence[str], manager: str, table: str) -> Optional[List[str]]:
+    """Return the names that an engine registers, None for one without such a register (a build may take any name)."""
+    try:
+        registry = first_with(modules, manager)
+    except LookupError:
+        return None
+    return sorted(registry.list_registered() if hasattr(registry, "list_registered") else getattr(registry, table))
+
+
 def check_names(args: Any) -> None:
     """Check what the parser leaves open and the server refuses later: names of parsers and of quantization methods.
 
@@ -107,10 +122,9 @@ def check_names(args: Any) -> None:
         value = getattr(args, attribute, None)
         if not value:
             continue
-        registry = first_with(modules, manager)
-        known = registry.list_registered() if hasattr(registry, "list_registered") else getattr(registry, table)
-        if value not in known:
-            raise RefusedByEngineError(f"invalid {what}: {value} (chose from {{ {','.join(sorted(known))} }})")
+        names = registered(modules, manager, table)
+        if names is not None and value not in names:
+            raise RefusedByEngineError(f"invalid {what}: {value} (chose from {{ {','.join(names)} }})")
     method = getattr(args, "quantization", None)
     if method:
         known = importlib.import_module("vllm.model_executor.layers.quantization").QUANTIZATION_METHODS
@@ -123,9 +137,7 @@ def describe() -> Dict[str, Any]:
     parser = first_with(CLI_MODULES, "make_arg_parser")(first_with(PARSER_MODULES, "FlexibleArgumentParser")())
     names = {"flags": sorted(parser._option_string_actions)}
     for _attribute, _what, modules, manager, table in NAME_REGISTRIES:
-        registry = first_with(modules, manager)
-        known = registry.list_registered() if hasattr(registry, "list_registered") else getattr(registry, table)
-        names[table] = sorted(known)
+        names[table] = registered(modules, manager, table) or []
     methods = importlib.import_module("vllm.model_executor.layers.quantization").QUANTIZATION_METHODS
     return {**names, "quantization": sorted(methods)}
 

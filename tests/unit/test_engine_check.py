@@ -151,6 +151,20 @@ def test_a_refusal_is_the_engines_own_words(tmp_path: Path, args: dict, message:
     assert "usage:" not in result["message"]
 
 
+@pytest.mark.parametrize(
+    ("home", "status"),
+    [("vllm.entrypoints.openai.reasoning_parsers", "fail"), (None, "pass")],
+    ids=["0.7 to 0.8", "a vendor's 0.6.3 that only takes the flag"],
+)
+def test_reasoning_parsers_are_looked_for_where_older_engines_have_them(tmp_path, home, status) -> None:
+    """An engine without a register of them takes any name: nothing is known to be wrong with it."""
+    site = engine(tmp_path, "0.11")
+    (site / "vllm" / "reasoning.py").unlink()
+    if home:
+        write(site, home, TABLE.format(manager="ReasoningParserManager", table="reasoning_parsers"))
+    assert check(tmp_path, args={"--reasoning-parser": "qwen3"})["status"] == status
+
+
 def test_what_a_start_may_add_is_asked_too(tmp_path: Path) -> None:
     site = engine(tmp_path)
     cli = site / "vllm" / "entrypoints" / "common" / "cli_args.py"
