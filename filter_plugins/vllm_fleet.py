@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import catalog, engine_args, engines, fleet_report, profile, render, systemd  # noqa: E402
+from vllm_fleet import catalog, engine_args, engines, fleet_report, profile, render  # noqa: E402
 from vllm_fleet.errors import FleetError  # noqa: E402
 
 
@@ -85,6 +85,4 @@ class FilterModule:
             "vllm_fleet_verify_rows": _readable(verify_rows),
             "vllm_fleet_verify_text": _readable(fleet_report.verify_text),
             "vllm_fleet_lint": _readable(lint_lane),
-            "systemd_exec_line": _readable(systemd.exec_line),
-            "systemd_env_value": _readable(lambda value, name: systemd.environment_value(name, str(value))),
         }

@@ -1,7 +1,7 @@
 """Quoting for systemd units, so that a process receives exactly the words and values that were meant.
 
 The rules are those of systemd.syntax(7) (quoting, C-style escapes), systemd.service(5) (command lines: ``$`` and a
-lone ``;``), systemd.exec(5) (``Environment=``) and systemd.unit(5) (``%`` specifiers).
+lone ``;``), systemd.exec(5) (``EnvironmentFile=``) and systemd.unit(5) (``%`` specifiers).
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ CONTINUED = " \\\n    "
 _NAMED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
-def _quoted(text: str, what: str) -> str:
-    """Return ``text`` in double quotes, escapes and specifiers neutralised."""
-    if "\0" in text:
-        raise UsageError("bad_character", f"{what} holds a NUL, which no process can receive.")
+def _check_text(text: str, what: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise UsageError("bad_character", f"{what} is not valid UTF-8 text, which systemd refuses.") from None
+
+
+def _quoted(text: str, what: str) -> str:
+    """Return ``text`` in double quotes, escapes and specifiers neutralised."""
+    if "\0" in text:
+        raise UsageError("bad_character", f"{what} holds a NUL, which no process can receive.")
+    _check_text(text, what)
     pieces = []
     for character in text:
         if character in _NAMED:
@@ -74,7 +78,8 @@ def exec_line(argv: Sequence[str], executable: str = "") -> str:
 def environment_file(env: Mapping[str, str]) -> str:
     """Return the text of an ``EnvironmentFile=``: one quoted assignment a line, sorted by name.
 
-    :raises UsageError: ``bad_variable_name``; ``bad_character`` for line breaks and other control characters but tab.
+    :raises UsageError: ``bad_variable_name``; ``bad_character`` for line breaks and other control characters but tab
+        (systemd drops such an assignment with no more than a warning), and for text that is not UTF-8.
     """
     lines = []
     for name in sorted(env):
@@ -86,30 +91,12 @@ def environment_file(env: Mapping[str, str]) -> str:
         bad = [character for character in value if (character < " " and character != "\t") or character == "\x7f"]
         if bad:
             raise UsageError("bad_character", f"the value of {name} holds the control character {bad[0]!r}.")
+        _check_text(value, f"the value of {name}")
         # Inside double quotes a backslash makes these four plain; nothing is expanded there (systemd.exec(5)).
         for special in ("\\", '"', "`", "$"):
             value = value.replace(special, "\\" + special)
         lines.append(f'{name}="{value}"')
     return "".join(line + "\n" for line in lines)
-
-
-def environment_value(name: str, value: str) -> str:
-    """Return the value of one ``Environment=`` line, for example ``"NAME=value"``.
-
-    :raises UsageError: ``bad_variable_name``, or ``bad_character`` for control characters other than tab and newline
-        (systemd drops such an assignment with no more than a warning).
-    """
-    if not ENV_NAME.fullmatch(name):
-        raise UsageError("bad_variable_name", f"{name!r} is no name of a variable: letters, digits and _ are allowed.")
-    bad = [character for character in value if (character < " " and character not in "\t\n") or character == "\x7f"]
-    if bad:
-        raise UsageError("bad_character", f"the value of {name} holds the control character {bad[0]!r}.")
-    return _quoted(f"{name}={value}", f"the value of {name}")
-
-
-def environment_lines(env: Mapping[str, str]) -> List[str]:
-    """Return one ``Environment=`` line for each variable, in order."""
-    return [f"Environment={environment_value(name, value)}" for name, value in env.items()]
 
 
 def unset_names(names: Iterable[str], env: Mapping[str, str]) -> List[str]:
