@@ -30,7 +30,13 @@ class ActionModule(ActionBase):
         while True:
             probe = self._execute_module(
                 module_name="lane_probe",
-                module_args={"lanes": args["lanes"], "restarted": args.get("restarted", []), "wait_s": 8, "seen": seen},
+                module_args={
+                    "lanes": args["lanes"],
+                    "restarted": args.get("restarted", []),
+                    "wait_s": 8,
+                    "seen": seen,
+                    "concurrent": args.get("concurrent", 1),
+                },
                 task_vars=task_vars,
             )
             if probe.get("failed"):

@@ -12,7 +12,7 @@ description:
   - Points C(current) at the wanted release in one step, reads the units again, enables the unit and restarts it, for
     each lane that needs it; a lane whose running process already comes from the wanted release is left alone.
   - Returns at once after the start was asked for; M(lane_ready) waits for the proof.
-  - With O(state=previous) the last good release comes back.
+  - With O(state=previous) the last good release comes back, or the one that the lane's C(release) names.
 version_added: "0.1.0"
 options:
   lanes:
@@ -27,6 +27,12 @@ options:
     type: str
     choices: [current, previous]
     default: current
+  drained:
+    description:
+      - The lanes have left rotation and have no request in flight. They are then stopped at once instead of after the
+        engine's whole shutdown time.
+    type: bool
+    default: false
 attributes:
   check_mode:
     description: Can say which lanes would be flipped or restarted without doing it.
@@ -76,6 +82,7 @@ reason:
 """
 
 import os
+import time
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.vllm_fleet import files, release
@@ -123,11 +130,31 @@ def why_restart(state, current, wanted, name, entry):
     return None
 
 
+def stop_idle(unit, systemctl):
+    """Stop a unit that has nothing in flight.
+
+    The unit's SIGTERM goes to the API server alone, which waits for its whole shutdown time even when it is idle. The
+    workers get theirs here, once the unit is on its way down, so that none of them counts as a crash.
+    """
+    systemctl("stop", "--no-block", unit)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        state = units.unit_state(unit)["ActiveState"]
+        if state == "deactivating":
+            # It may be gone by now, which is as good.
+            units.run(["systemctl", "kill", "--signal=SIGTERM", unit])
+        if state not in ("active", "activating"):
+            break
+        time.sleep(0.1)
+    systemctl("stop", unit)
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
             "lanes": {"type": "list", "elements": "dict", "required": True},
             "state": {"type": "str", "choices": ["current", "previous"], "default": "current"},
+            "drained": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )
@@ -136,7 +163,7 @@ def main():
         name = entry["lane"]
         home = os.path.join(release.LANES, name)
         current, previous = link_target(os.path.join(home, "current")), link_target(os.path.join(home, "previous"))
-        wanted = entry.get("release") if module.params["state"] == "current" else previous
+        wanted = entry.get("release") or (None if module.params["state"] == "current" else previous)
         if not wanted:
             module.fail_json(
                 msg=f"lane {name} has no previous release to go back to; its current one is {current}",
@@ -182,6 +209,8 @@ def main():
             row["log_offset"] = units.log_size(
                 files.read_json(os.path.join(home, "current", "lane.json"), "lane").get("log") or ""
             )
+            if module.params["drained"]:
+                stop_idle(unit, systemctl)
             systemctl("reset-failed", unit)
             systemctl("restart", "--no-block", unit)
     module.exit_json(

@@ -33,6 +33,10 @@ options:
     description: Phase of each lane at the last call, by lane; a change ends the wait.
     type: dict
     default: {}
+  concurrent:
+    description: Completions that must come at once, if that is more than the lane's own readiness asks for.
+    type: int
+    default: 1
 attributes:
   check_mode:
     description: Reads only.
@@ -90,7 +94,7 @@ def runtime_value(name, variable):
     return values.get(variable, "").strip('"')
 
 
-def stand(name, restarted):
+def stand(name, restarted, concurrent=1):
     """Return the lane's row; ``state`` is ready, starting or failed."""
     unit = f"vllm@{name}.service"
     state = units.unit_state(unit)
@@ -118,7 +122,7 @@ def stand(name, restarted):
         key = first_line(lane["api_key_file"]) if lane.get("api_key_file") else None
         bad = [
             item["message"]
-            for item in wait_ready.prove(lane, key or None, timeout=60.0)
+            for item in wait_ready.prove(lane, key or None, 60.0, concurrent)
             if item["status"] == checks.FAIL
         ]
         return dict(row, state="failed" if bad else "ready", message="; ".join(bad) or "answered a completion")
@@ -150,13 +154,14 @@ def main():
             "restarted": {"type": "list", "elements": "dict", "default": []},
             "wait_s": {"type": "int", "default": 0},
             "seen": {"type": "dict", "default": {}},
+            "concurrent": {"type": "int", "default": 1},
         },
         supports_check_mode=True,
     )
     restarted = {row["lane"]: row for row in module.params["restarted"] if row.get("restarted") and "log_offset" in row}
     deadline = time.monotonic() + module.params["wait_s"]
     while True:
-        rows = [stand(name, restarted) for name in module.params["lanes"]]
+        rows = [stand(name, restarted, module.params["concurrent"]) for name in module.params["lanes"]]
         moved = any(module.params["seen"].get(row["lane"]) != row["phase"] for row in rows)
         if moved or all(row["state"] != "starting" for row in rows) or any(row["state"] == "failed" for row in rows):
             break

@@ -28,6 +28,10 @@ options:
     description: Seconds until a lane that is still starting counts as failed.
     type: int
     default: 1860
+  concurrent:
+    description: Completions that must come at once, if that is more than the lane's own readiness asks for.
+    type: int
+    default: 1
 attributes:
   check_mode:
     description: Says nothing in check mode, because a lane that would be started cannot answer yet.

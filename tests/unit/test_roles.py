@@ -79,7 +79,9 @@ def test_variables_carry_the_role(role):
             internal |= {node[key] for key in ("register", "loop_var") if isinstance(node.get(key), str)}
             # "vars" of a task may also set Ansible's own variables, such as the interpreter of a delegated task.
             own = node.get("vars") if isinstance(node.get("vars"), dict) else {}
-            internal |= {name for name in own if not name.startswith("ansible_")}
+            # One that runs another role gives that role its variables.
+            other = (node.get("ansible.builtin.include_role") or {"name": "-"})["name"] + "_"
+            internal |= {name for name in own if not name.startswith(("ansible_", other))}
             for module in ("set_fact", "ansible.builtin.set_fact"):
                 facts = set(node.get(module) or {}) - {"cacheable"}
                 assert [name for name in facts if not name.startswith((f"{role}_", f"__{role}_"))] == []
@@ -101,8 +103,8 @@ def test_every_variable_of_a_role_is_used_by_it(role):
 # --- collections ----------------------------------------------------------------------------------------------------
 
 
-#: keys of a task and of a play that are not modules
-KEYWORDS = {"block", "rescue", "always"}
+#: a mapping with one of these runs no module: it holds tasks, or says which tasks of a role to run
+NO_TASK = {"block", "rescue", "always", "tasks_from"}
 FQCN = re.compile(r"\b((?:ansible|community|[a-z][a-z0-9_]*)\.[a-z][a-z0-9_]*)\.[a-z][a-z0-9_]*\b")
 
 
@@ -160,7 +162,7 @@ def test_short_names_are_the_projects_own_modules():
     for path in yaml_files("roles"):
         if path.parent.name not in ("tasks", "handlers"):
             continue
-        for task in (node for node in walk(load(path)) if "name" in node and not KEYWORDS & set(node)):
+        for task in (node for node in walk(load(path)) if "name" in node and not NO_TASK & set(node)):
             modules = [key for key in task if key not in known and not key.startswith("with_")]
             if "." not in "".join(modules) and len(modules) == 1:
                 assert modules[0] in MODULES, f"{path.relative_to(ROOT)}: {task['name']}"

@@ -34,8 +34,8 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def prove(lane: Dict[str, Any], key: Optional[str], timeout: float) -> List[checks.Result]:
-    """Ask for the models, then for as many completions at once as the profile wants; return the results."""
+def prove(lane: Dict[str, Any], key: Optional[str], timeout: float, concurrent: int = 1) -> List[checks.Result]:
+    """Ask for the models, then for completions, at least ``concurrent`` and what the profile wants of them at once."""
     host, port, names = lane["host"], int(lane["port"]), lane["served_names"]
     results = [readiness.judge_models(*engine_http.ask(host, port, "/v1/models", key=key), names)]
     if checks.failed(results):
@@ -45,7 +45,9 @@ def prove(lane: Dict[str, Any], key: Optional[str], timeout: float) -> List[chec
     def one() -> None:
         answers.append(readiness.judge_completion(*engine_http.complete(host, port, names[0], key, timeout), names[0]))
 
-    threads = [threading.Thread(target=one) for _ in range(max(1, int(lane["readiness"].get("concurrent", 1))))]
+    threads = [
+        threading.Thread(target=one) for _ in range(max(concurrent, int(lane["readiness"].get("concurrent", 1))))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -27,20 +27,27 @@ def ask(
     :param timeout: seconds for connecting and for each read.
     :returns: (status, JSON body), (status, None) when the body is no JSON, (None, None) when nothing answered.
     """
+    status, raw = fetch(host, port, path, None if body is None else json.dumps(body), key, timeout)
+    try:
+        return status, None if status is None else json.loads(raw)
+    except ValueError:
+        return status, None
+
+
+def fetch(
+    host: str, port: int, path: str, body: Optional[str] = None, key: Optional[str] = None, timeout: float = 10.0
+) -> Tuple[Optional[int], str]:
+    """Like :func:`ask`, with the answer's text as it came; (None, "") when nothing answered."""
     headers = {"Content-Type": "application/json", "Connection": "close"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
     connection = http.client.HTTPConnection(connect_host(host), port, timeout=timeout)
     try:
-        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
+        connection.request("GET" if body is None else "POST", path, body, headers)
         response = connection.getresponse()
-        raw = response.read(4 << 20)
-        try:
-            return response.status, json.loads(raw.decode("utf-8", "replace"))
-        except ValueError:
-            return response.status, None
+        return response.status, response.read(4 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException):
-        return None, None
+        return None, ""
     finally:
         connection.close()
 
