@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from . import ask, boxes, converge, environment, host, registry, wheels
+from . import ask, boxes, converge, environment, host, registry, vm, wheels
 from .settings import LAB_BOXES, LAB_LANES, VENV, BoxSpec
 from .shell import LabError, say
 
@@ -43,6 +43,8 @@ def _status(args: argparse.Namespace) -> int:
 
 def _down(args: argparse.Namespace) -> int:
     """Remove the boxes, the network and the state; the cache stays unless --purge is given."""
+    for name in vm.names():
+        vm.down(name)
     boxes.down(args.purge)
     return 0
 
@@ -98,6 +100,24 @@ def _box_inventory(args: argparse.Namespace) -> int:
     return 0
 
 
+def _vm_up(args: argparse.Namespace) -> int:
+    """Make a virtual machine, or start one that is off, and wait until it answers over SSH."""
+    vm.up(_spec(args).name)
+    return 0
+
+
+def _vm_down(args: argparse.Namespace) -> int:
+    """Switch it off and remove it."""
+    vm.down(_spec(args).name)
+    return 0
+
+
+def _vm_inventory(args: argparse.Namespace) -> int:
+    """Print an inventory with that one machine."""
+    say(json.dumps({"all": {"hosts": {_spec(args).name: vm.connection(args.name)}}}, indent=2))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m lab", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -126,6 +146,10 @@ def main() -> int:
     create.add_argument("--image", help="podman image with systemd and sshd instead of the lab's own")
     for name, function in (("destroy", _box_destroy), ("inventory", _box_inventory)):
         add(box_commands, name, function).add_argument("name")
+    machine = commands.add_parser("vm", help="whole virtual machines, for what needs a kernel of its own")
+    vm_commands = machine.add_subparsers(dest="vm_command", required=True, metavar="COMMAND")
+    for name, function in (("up", _vm_up), ("down", _vm_down), ("inventory", _vm_inventory)):
+        add(vm_commands, name, function).add_argument("name")
     args = parser.parse_args()
     result: int = args.run(args)
     return result

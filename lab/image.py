@@ -96,15 +96,23 @@ def cache_lock() -> Iterator[None]:
         os.close(handle)
 
 
-def _mmdebstrap(made_from: dict[str, object], target: Path) -> None:
-    apt: dict[str, str] = made_from["apt"]  # type: ignore[assignment]
+def mmdebstrap(
+    target: Path, kind: str, include: tuple[str, ...], customize: tuple[str, ...], apt: dict[str, str]
+) -> None:
+    """Install Debian into ``target``.
+
+    :param kind: ``tar`` or ``directory``.
+    :param include: packages besides the minimal base.
+    :param customize: shell scripts to run in it, in this order.
+    :param apt: settings of apt, during the installation and in the result.
+    """
     lines = "".join(f'{name} "{value}";\n' for name, value in apt.items())
     argv = [
         "mmdebstrap",
         "--mode=root",
         "--variant=minbase",
-        "--format=tar",
-        f"--include={','.join(INCLUDE)}",
+        f"--format={kind}",
+        f"--include={','.join(include)}",
         "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg",
         "--dpkgopt=path-exclude=/usr/share/doc/*",
         "--dpkgopt=path-exclude=/usr/share/man/*",
@@ -115,7 +123,7 @@ def _mmdebstrap(made_from: dict[str, object], target: Path) -> None:
             for path in host_certificates()
         ),
         "--skip=cleanup/apt/lists",  # done in the hook, which also sets their age
-        f'--customize-hook=chroot "$1" sh -c {shlex.quote(CUSTOMIZE)}',
+        *(f'--customize-hook=chroot "$1" sh -c {shlex.quote(script)}' for script in customize),
         f'--customize-hook=printf %s {shlex.quote(lines)} > "$1/etc/apt/apt.conf.d/90host"',
         SUITE,
         str(target),
@@ -143,7 +151,7 @@ def ensure(rebuild: bool = False) -> str:
             part = tarball.with_suffix(".part.tar")
             with phase(f"base image: installing Debian 12 from {MIRROR}"):
                 run(["rm", "-f", str(part)], root=True)
-                _mmdebstrap(made_from, part)
+                mmdebstrap(part, "tar", INCLUDE, (CUSTOMIZE,), host_module.apt_settings())
                 part.rename(tarball)
         with phase("base image: importing into podman"):
             run(

@@ -59,13 +59,17 @@ def register(boxes: dict[str, Box]) -> None:
         public = (box_dir(box.name) / "ssh_host_ed25519_key.pub").read_text().split()
         known.append(f"{box.name},{box.address} {public[0]} {public[1]}\n")
         hosts.append(f"Host {box.name}\n  HostName {box.address}\n")
-    common = (
+    write(KNOWN_HOSTS, "".join(known))
+    write(SSH_CONFIG, "".join(hosts) + for_all_hosts(KNOWN_HOSTS))
+
+
+def for_all_hosts(known_hosts: Path) -> str:
+    """Return the SSH configuration that all machines of the lab share: who logs in, and host keys checked."""
+    return (
         f'Host *\n  User {USER}\n  IdentityFile "{CLIENT_KEY}"\n  IdentitiesOnly yes\n  StrictHostKeyChecking yes\n'
-        f'  UserKnownHostsFile "{KNOWN_HOSTS}"\n  GlobalKnownHostsFile /dev/null\n  HostKeyAlgorithms ssh-ed25519\n'
+        f'  UserKnownHostsFile "{known_hosts}"\n  GlobalKnownHostsFile /dev/null\n  HostKeyAlgorithms ssh-ed25519\n'
         "  CheckHostIP no\n  ConnectTimeout 10\n  LogLevel ERROR\n"
     )
-    write(KNOWN_HOSTS, "".join(known))
-    write(SSH_CONFIG, "".join(hosts) + common)
 
 
 def box_dir(name: str) -> Path:
@@ -99,11 +103,15 @@ def make_api_keys(lanes: dict[str, tuple[str, ...]]) -> None:
 
 def connection(box: Box) -> dict[str, Any]:
     """Return the Ansible variables that reach a box; the lab's inventory says the same in its own way."""
+    return {**connection_through(SSH_CONFIG), "lab_ip": box.address}
+
+
+def connection_through(ssh_config: Path) -> dict[str, Any]:
+    """Return the Ansible variables that reach a machine which this SSH configuration names."""
     return {
         "ansible_user": USER,
         "ansible_become": True,
         "ansible_python_interpreter": "/usr/bin/python3",
-        "ansible_ssh_common_args": f'-F "{SSH_CONFIG}"',
+        "ansible_ssh_common_args": f'-F "{ssh_config}"',
         "ansible_control_path": CONTROL_PATH.replace("%", "%%"),
-        "lab_ip": box.address,
     }

@@ -230,12 +230,13 @@ def virtualization(nvml_modes: Iterable[Optional[int]] = (), root: str = "/") ->
     cpu = read_text(under(root, "/proc/cpuinfo"))
     if not modes and cpu and re.search(r"^flags\s*:.*\bhypervisor\b", cpu, re.M):
         return "passthrough"
-    if _in_container(root):
+    if in_container(root):
         return "container"
     return "none" if modes or cpu else "unknown"
 
 
-def _in_container(root: str) -> bool:
+def in_container(root: str = "/") -> bool:
+    """Return whether this box is a container, whose kernel belongs to another machine."""
     if any(
         os.path.exists(under(root, path)) for path in ("/run/systemd/container", "/run/.containerenv", "/.dockerenv")
     ):
