@@ -27,6 +27,8 @@ START_S, PAIR_S = 180.0, 60.0
 ARMS: Dict[str, Dict[str, str]] = {"control": {"NCCL_P2P_DISABLE": "1"}, "found": {"NCCL_P2P_LEVEL": "SYS"}}
 _P2P_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_P2P_DIRECT_DISABLE", "NCCL_IGNORE_DISABLED_P2P")
 
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 _TEST_FAULT = "VLLM_FLEET_P2P_TEST_FAULT"  # read by the worker, in the arm with P2P only
 
 
@@ -125,13 +127,13 @@ def _follow(
     outcomes: Dict[str, Dict[str, Any]] = {}
     said: Dict[str, List[Dict[str, Any]]] = {pair: [] for pair in pairs}
     buffers = [b"" for _ in ranks]
-    ready, late = 0, False
+    ready, late, killed = 0, False, ""
     deadline = time.monotonic() + launcher.start_s
     with selectors.DefaultSelector() as selector:
         for number, rank in enumerate(ranks):
             if rank.stdout is not None:
                 selector.register(rank.stdout, selectors.EVENT_READ, number)
-        while selector.get_map() and len(outcomes) < len(pairs):
+        while selector.get_map() and len(outcomes) < len(pairs) and not killed:
             events = selector.select(max(0.0, deadline - time.monotonic()))
             late = not events
             if late:
@@ -140,6 +142,7 @@ def _follow(
                 chunk = os.read(key.fd, 65536)
                 if not chunk:
                     selector.unregister(key.fileobj)
+                    killed = killed or _killed_by(ranks[key.data])
                     continue
                 *lines, buffers[key.data] = (buffers[key.data] + chunk).split(b"\n")
                 for line in map(_parse, lines):
@@ -152,7 +155,23 @@ def _follow(
                 if pair not in outcomes and (len(said[pair]) == 2 or _broken(said[pair])):
                     outcomes[pair] = _join(said[pair])
                     deadline = time.monotonic() + launcher.pair_s
+    if killed and len(outcomes) < len(pairs):
+        pair = next(pair for pair in pairs if pair not in outcomes)
+        return {**outcomes, pair: {"outcome": "killed", "detail": killed}}
     return _account_for_rest(outcomes, pairs, ranks, ready, late, directory, launcher)
+
+
+def _killed_by(rank: subprocess.Popen[bytes]) -> str:
+    """Return which signal of a person, or of the kernel when memory is short, ended a rank; empty when none did.
+
+    Its partner would wait for it for ever, which is not the link's fault. What a library does to itself (SIGABRT,
+    SIGSEGV, SIGBUS) is an error.
+    """
+    try:
+        status = rank.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return ""
+    return f"a rank got {signal.Signals(-status).name}" if -status in _FROM_OUTSIDE else ""
 
 
 def _account_for_rest(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any, Dict, List
@@ -30,6 +31,8 @@ def exchange(torch: Any, group: Any, place: int, size: int, device: str) -> Dict
     fault = os.environ.get("VLLM_FLEET_P2P_TEST_FAULT") if place == 1 else None  # tests only
     if fault == "hang":
         time.sleep(86400)
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     result: Dict[str, Any] = {"outcome": "equal"}
     for _ in range(3):  # the first of them sets up the connection
         values = payload(torch, place, size, device)

@@ -98,7 +98,7 @@ def judge(control: Mapping[str, Any], found: Optional[Mapping[str, Any]]) -> Tup
     """Judge one pair by its two arms; return ``(status, reason, message)``.
 
     :param control: what came of the arm with P2P off: ``{"outcome", "detail"}`` with
-        the outcome ``equal``, ``wrong_data``, ``hang``, ``error`` or ``not_started``.
+        the outcome ``equal``, ``wrong_data``, ``hang``, ``error``, ``killed`` or ``not_started``.
     :param found: the same of the arm with P2P as the driver grants it; ``None`` when it was not run.
 
     A control arm that fails says nothing about the link: then the machine, or the engine's Python, is at fault.
@@ -111,6 +111,8 @@ def judge(control: Mapping[str, Any], found: Optional[Mapping[str, Any]]) -> Tup
     outcome = found["outcome"]
     if outcome == "not_started":
         return INCONCLUSIVE, "not_started", f"the test did not start: {found.get('detail') or 'no reason given'}"
+    if outcome == "killed":
+        return INCONCLUSIVE, "killed", f"the transfer with P2P was ended from outside: {found['detail']}"
     if outcome == "equal":
         return PASS, "values_equal", "the same values arrive with P2P and without it"
     if outcome == "wrong_data":

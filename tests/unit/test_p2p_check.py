@@ -70,6 +70,17 @@ def test_a_hang_ends_at_the_limit_and_leaves_nobody_behind(launcher, monkeypatch
     assert leftovers() == []
 
 
+def test_a_killed_rank_proves_nothing_and_is_not_waited_for(launcher, monkeypatch):
+    monkeypatch.setenv("VLLM_FLEET_P2P_TEST_FAULT", "killed")
+    launcher = launcher._replace(pair_s=30)
+    started = time.monotonic()
+    results = p2p_check.run_pairs(launcher, ["0-2", "1-3"])
+    assert {(result["status"], result["reason"]) for result in results.values()} == {("inconclusive", "killed")}
+    assert "SIGKILL" in results["0-2"]["message"]
+    assert time.monotonic() - started < launcher.pair_s
+    assert leftovers() == []
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FAKES))
