@@ -4,7 +4,7 @@ LAB = .venv/bin/python -m lab
 PARTS = .venv/bin/python -m tests.parts
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test lock
+.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test-gpu test lock
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,15 @@ molecule: env  ## each role in a box of its own, then the whole box; one of them
 
 lab-test: env  ## the lab end to end: both lanes, changes, kills, interrupted runs (15 min)
 	@$(PARTS) lab
+
+test-gpu:  ## a lane on real GPUs: make test-gpu ENGINE=/venv/of/vllm [CARDS=N] [REPORT=FILE]; no ENGINE: in the lab (3 min)
+ifdef ENGINE
+	@PYTHONPATH=module_utils:. $(firstword $(wildcard .venv/bin/python) $(PYTHON)) -m tests.gpu --engine "$(ENGINE)" \
+	  $(if $(CARDS),--tensor-parallel-max $(CARDS)) $(if $(REPORT),--report "$(REPORT)")
+else
+	@$(MAKE) --no-print-directory env
+	@$(PARTS) gpu
+endif
 
 test: env  ## all of it, cheapest first: what CI runs (40 min)
 	@$(PARTS) lint unit molecule lab

@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of the model by the names that Qwen3 gives them."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
@@ -26,10 +26,10 @@ def _shapes() -> dict[str, tuple[int, ...]]:
             ("post_attention_layernorm", (HIDDEN,)),
             ("self_attn.q_norm", (HEAD_DIM,)),
             ("self_attn.k_norm", (HEAD_DIM,)),
-            ("self_attn.q_proj", (HEADS * HEAD_DIM, HIDDEN)),
+            ("self_attn.q_proj", (heads * HEAD_DIM, HIDDEN)),
             ("self_attn.k_proj", (KV_HEADS * HEAD_DIM, HIDDEN)),
             ("self_attn.v_proj", (KV_HEADS * HEAD_DIM, HIDDEN)),
-            ("self_attn.o_proj", (HIDDEN, HEADS * HEAD_DIM)),
+            ("self_attn.o_proj", (HIDDEN, heads * HEAD_DIM)),
             ("mlp.gate_proj", (INTERMEDIATE, HIDDEN)),
             ("mlp.up_proj", (INTERMEDIATE, HIDDEN)),
             ("mlp.down_proj", (HIDDEN, INTERMEDIATE)),
@@ -38,12 +38,12 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def safetensors(seed: int = 0) -> bytes:
+def safetensors(seed: int = 0, heads: int = HEADS) -> bytes:
     """Return the weights: norms are one, the rest normal with deviation 0.02, all bfloat16."""
     source = random.Random(seed)  # noqa: S311  weights, not secrets
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     blob = bytearray()
-    for name, shape in _shapes().items():
+    for name, shape in _shapes(heads).items():
         begin = len(blob)
         count = shape[0] * (shape[1] if len(shape) == 2 else 1)
         for _ in range(count):
@@ -68,7 +68,7 @@ def _byte_symbols() -> dict[str, int]:
     return symbols
 
 
-def documents() -> dict[str, Any]:
+def documents(heads: int = HEADS) -> dict[str, Any]:
     """Return the JSON files that go with the weights, by file name."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     added = [
@@ -95,7 +95,7 @@ def documents() -> dict[str, Any]:
             "hidden_size": HIDDEN,
             "intermediate_size": INTERMEDIATE,
             "max_position_embeddings": CONTEXT,
-            "num_attention_heads": HEADS,
+            "num_attention_heads": heads,
             "num_hidden_layers": LAYERS,
             "num_key_value_heads": KV_HEADS,
             "rms_norm_eps": 1e-6,
@@ -141,16 +141,19 @@ def documents() -> dict[str, Any]:
     }
 
 
-def generate(directory: Path) -> Path:
-    """Put the checkpoint into ``directory``, whole or not at all, and return the directory."""
+def generate(directory: Path, heads: int = HEADS) -> Path:
+    """Put the checkpoint into ``directory``, whole or not at all, and return the directory.
+
+    :param heads: attention heads, which the tensor-parallel size of a lane must divide.
+    """
     if (directory / "config.json").exists():
         return directory
     part = directory.with_name(directory.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
     part.mkdir(parents=True)
-    (part / "model.safetensors").write_bytes(safetensors())
-    for name, content in documents().items():
+    (part / "model.safetensors").write_bytes(safetensors(heads=heads))
+    for name, content in documents(heads).items():
         (part / name).write_text(json.dumps(content, indent=2) + "\n")
     part.rename(directory)
     return directory

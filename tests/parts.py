@@ -32,6 +32,7 @@ PARTS = {
         "pytest": ["pytest", "tests/unit", "tests/cases", "tests/modules"],
     },
     "molecule": {name: ["molecule", "test", "--scenario-name", name] for name in SCENARIOS},
+    "gpu": {"make the lab": ["python", "-m", "lab", "up"], "pytest": ["pytest", "-s", "tests/lab/test_gpu_lane.py"]},
     "lab": {"make the lab": ["python", "-m", "lab", "up"], "pytest": ["pytest", "tests/lab"]},
 }
 

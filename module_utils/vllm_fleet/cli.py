@@ -26,6 +26,7 @@ COMMANDS: Dict[str, Tuple[str, str]] = {
     "start-check": ("start_check", "what the unit runs before the engine: preflight, decision, runtime environment"),
     "wait-ready": ("wait_ready", "what the unit runs after the engine: ends when it has answered a completion"),
     "render": ("render", "print a lane's command line and environment"),
+    "bench": ("bench", "measure a lane with the engine's own benchmark and compare with the release before"),
     "lint-args": ("lint_args", "say which engine arguments a given engine version does not know"),
     "import-env": ("import_env", "turn the .env of a start script into host variables"),
 }

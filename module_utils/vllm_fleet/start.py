@@ -305,16 +305,14 @@ def _write_environment(lane: Lane, facts: Optional[Dict[str, Any]], outcome: Dic
     _write_secret(lane, os.path.join(directory, "secret.env"), root)
 
 
-def _write_secret(lane: Lane, path: str, root: str) -> None:
-    """Hand the API key over as an environment file that only root reads; systemd is root when it opens it.
+def api_key(lane: Lane, root: str = "/") -> Optional[str]:
+    """Return the lane's API key from its file; ``None`` for a lane without one.
 
     :raises RefusedError: ``key_missing``, ``key_readable_by_others`` or ``bad_key``.
     """
     source = lane.get("api_key_file")
     if not source:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        return
+        return None
     try:
         with open(host.under(root, source), encoding="utf-8") as handle:
             mode = os.fstat(handle.fileno()).st_mode
@@ -331,4 +329,14 @@ def _write_secret(lane: Lane, path: str, root: str) -> None:
         raise RefusedError(
             "bad_key", f"the API key in {source} is empty or holds other than letters, digits and ._~+/=-"
         )
-    write_atomic(path, f"VLLM_API_KEY={key}\n".encode(), mode=0o600)
+    return key
+
+
+def _write_secret(lane: Lane, path: str, root: str) -> None:
+    """Hand the API key over as an environment file that only root reads; systemd is root when it opens it."""
+    key = api_key(lane, root)
+    if key is None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    else:
+        write_atomic(path, f"VLLM_API_KEY={key}\n".encode(), mode=0o600)
