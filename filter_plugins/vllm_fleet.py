@@ -51,16 +51,17 @@ def resolve_lanes(lanes: Any, catalog_dir: str, defaults: Any = None) -> List[Di
     return resolved
 
 
-def engine_inputs(lanes: Any, catalog_dir: str) -> List[Dict[str, Any]]:
-    """Return what each wheel-route engine of the resolved lanes is built from, each engine once."""
+def engine_inputs(lanes: Any, catalog_dir: str, interpreters: Any = None) -> List[Dict[str, Any]]:
+    """Return what each engine of the resolved lanes is built from, each engine once."""
     entries = catalog.load(catalog_dir)
     inputs = {}
     for lane in lanes:
-        if lane["engine"]["route"] == "wheel" and lane["engine"]["id"] not in inputs:
-            lock = str(Path(catalog_dir) / "engines" / f"{lane['engine']['id']}.lock")
-            inputs[lane["engine"]["id"]] = engines.wheel_inputs(
-                entries.engine(lane["engine"]["id"]), lock, catalog.read_text(lock, "engine lock")
-            )
+        name = lane["engine"]["id"]
+        if name not in inputs:
+            lock = str(Path(catalog_dir) / "engines" / f"{name}.lock")
+            vendor = lane["engine"]["route"] == "vendor"
+            text = "" if vendor else catalog.read_lock(lock, name)
+            inputs[name] = engines.inputs(entries.engine(name), lock, text, interpreters, lane["engine"])
     return list(inputs.values())
 
 

@@ -39,6 +39,10 @@ options:
     type: list
     elements: str
     default: []
+  disk_gib:
+    description: GiB that the finished engine takes; half of it must be free in O(cache). 0 asks for none.
+    type: int
+    default: 0
 attributes:
   check_mode:
     description: Collects nothing in check mode.
@@ -75,24 +79,14 @@ reason:
   sample: present
 """
 
-import fcntl
 import glob
 import os
 import shutil
-import subprocess
 import sys
-import tarfile
 
 from ansible.module_utils.basic import AnsibleModule
-
-
-def platforms(glibc):
-    """Return the platform tags of wheels that run on a glibc 2.``glibc`` and later, newest first."""
-    return [f"manylinux_2_{minor}_x86_64" for minor in range(glibc, 4, -1)] + [
-        "manylinux2014_x86_64",
-        "manylinux2010_x86_64",
-        "manylinux1_x86_64",
-    ]
+from ansible.module_utils.vllm_fleet import engines, locks, tars, wheel_download
+from ansible.module_utils.vllm_fleet.errors import FleetError
 
 
 def find_uv():
@@ -100,44 +94,21 @@ def find_uv():
     return beside if os.access(beside, os.X_OK) else shutil.which("uv")
 
 
-def download(module, lock, wheels, python, glibc, find_links):
-    argv = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--require-hashes",
-    ]
-    argv += [
-        "--only-binary",
-        ":all:",
-        "--implementation",
-        "cp",
-        "--python-version",
-        python,
-        "--abi",
-        "cp" + python.replace(".", ""),
-    ]
-    argv += ["--abi", "abi3", "--abi", "none"]
-    for platform in platforms(glibc):
-        argv += ["--platform", platform]
-    for link in [wheels, *find_links]:
-        argv += ["--find-links", link]
-    argv += ["--dest", wheels, "--requirement", lock]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        text = "\n".join(lines[-6:])
-        network = "Temporary failure in name resolution" in done.stderr or "Connection" in done.stderr
-        module.fail_json(
-            msg="the wheels of {} could not be collected: {}\n{}\nWheels that are there are kept; run again.".format(
-                os.path.basename(lock), "no package index answers" if network else "pip says", text
-            ),
-            reason="no_index" if network else "download_failed",
-        )
+def collect(params, packed, uv):
+    """Download what is missing and pack it; a folder of its own keeps what an interrupted run has fetched."""
+    own = os.path.join(params["cache"], "wheelhouse", params["digest"] + ".d")
+    os.makedirs(own, exist_ok=True)
+    if params["disk_gib"]:
+        engines.check_room(params["disk_gib"] << 29, shutil.disk_usage(own).free, params["digest"], params["cache"])
+    links = [os.path.join(params["cache"], "wheels"), *params["find_links"]]
+    wheel_download.download(params["lock"], own, params["python"], params["glibc"], links)
+    with tars.atomic(packed) as archive:
+        for wheel in sorted(glob.glob(os.path.join(own, "*.whl"))):
+            archive.add(wheel, os.path.join("wheels", os.path.basename(wheel)))
+        archive.add(params["lock"], "requirements.lock")
+        archive.add(os.path.realpath(uv), "uv")
+        tars.add_marker(archive, ".wheels")
+    shutil.rmtree(own)
 
 
 def main():
@@ -149,38 +120,31 @@ def main():
             "python": {"type": "str", "required": True},
             "glibc": {"type": "int", "default": 36},
             "find_links": {"type": "list", "elements": "str", "default": []},
+            "disk_gib": {"type": "int", "default": 0},
         },
         supports_check_mode=True,
     )
     params = module.params
-    wheels = os.path.join(params["cache"], "wheels")
-    packed = os.path.join(params["cache"], "wheelhouse", params["digest"] + ".tar")
-    if os.path.exists(packed):
-        module.exit_json(changed=False, path=packed, bytes=os.stat(packed).st_size, reason="present")
-    if module.check_mode:
+    folder = os.path.join(params["cache"], "wheelhouse")
+    packed = os.path.join(folder, params["digest"] + ".tar")
+    there = os.path.exists(packed)
+    if not there and module.check_mode:
         module.exit_json(changed=True, path=packed, bytes=0, reason="collected")
-    uv = find_uv()
-    if not uv:
-        module.fail_json(msg=f"uv is neither beside {sys.executable} nor on PATH; run make env", reason="no_uv")
-    os.makedirs(wheels, exist_ok=True)
-    os.makedirs(os.path.dirname(packed), exist_ok=True)
-    # Two plays of one user share the cache; the second finds what the first collected. The lock ends with the process.
-    lock = os.open(os.path.join(params["cache"], "wheelhouse", ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    if os.path.exists(packed):
-        module.exit_json(changed=False, path=packed, bytes=os.stat(packed).st_size, reason="present")
-    own = os.path.join(params["cache"], "wheelhouse", params["digest"] + ".d")
-    os.makedirs(own, exist_ok=True)
-    download(module, params["lock"], own, params["python"], params["glibc"], [wheels, *params["find_links"]])
-    partial = packed + ".part"
-    with tarfile.open(partial, "w") as archive:
-        for wheel in sorted(glob.glob(os.path.join(own, "*.whl"))):
-            archive.add(wheel, os.path.join("wheels", os.path.basename(wheel)))
-        archive.add(params["lock"], "requirements.lock")
-        archive.add(os.path.realpath(uv), "uv")
-    os.replace(partial, packed)
-    shutil.rmtree(own)
-    module.exit_json(changed=True, path=packed, bytes=os.stat(packed).st_size, reason="collected")
+    if not there:
+        uv = find_uv()
+        if not uv:
+            module.fail_json(msg=f"uv is neither beside {sys.executable} nor on PATH; run make env", reason="no_uv")
+        os.makedirs(folder, exist_ok=True)
+        try:
+            # Two plays of one user share the cache; the second finds what the first collected.
+            with locks.hold(os.path.join(folder, ".lock"), "collecting " + params["digest"], 3600):
+                there = os.path.exists(packed)
+                if not there:
+                    collect(params, packed, uv)
+        except FleetError as error:
+            module.fail_json(msg=error.one_line(), reason=error.reason)
+    reason = "present" if there else "collected"
+    module.exit_json(changed=not there, path=packed, bytes=os.stat(packed).st_size, reason=reason)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,20 @@ def read_text(path: str, what: str) -> str:
         raise UsageError("unreadable_file", f"the {what} {path} is not UTF-8 text.") from None
 
 
+def read_lock(path: str, engine: str) -> str:
+    """Return the text of an engine's lock.
+
+    :raises UsageError: ``no_lock``, ``unreadable_file``.
+    """
+    if not Path(path).exists():
+        raise UsageError(
+            "no_lock",
+            f"engine {engine} has no {path}, the list of its wheels.",
+            f"make it: make engine-lock E={engine}",
+        )
+    return read_text(path, "engine lock")
+
+
 def parse_yaml(text: str, source: str, as_written: bool = False) -> Any:
     """Parse one YAML document without surprises: duplicate keys and ambiguous numbers are refused.
 

@@ -6,6 +6,7 @@ import re
 from typing import Any, Dict, Mapping
 
 from . import topology
+from .engine_schema import check_install
 from .errors import UsageError
 from .schema import Boolean, Choice, Integer, ListOf, MapOf, Nullable, Record, Shape, Text, Where
 
@@ -204,7 +205,7 @@ ENGINE = Record(
         "cuda_home": Text(),
         "paths": MapOf(ListOf(Text(), minimum=1), VARIABLE, "the name of a search path such as PATH"),
         "env": _environment,
-        "install": MapOf(Shape(), r"[a-z][a-z0-9_]*", "a name of lower-case letters, digits and _"),
+        "install": Shape(),  # by route: engine_schema
         "notes": ListOf(Text()),
     },
     required=("schema", "id", "summary", "version", "route", "accelerator", "python_version"),
@@ -298,5 +299,7 @@ def check_engine(data: Any, source: str) -> Dict[str, Any]:
     :param source: the file's name, for messages.
     :raises UsageError: ``bad_schema`` or ``unknown_key``.
     """
-    engine: Dict[str, Any] = ENGINE.check(data, Where(source))
+    where = Where(source)
+    engine: Dict[str, Any] = ENGINE.check(data, where)
+    engine["install"] = check_install(engine, where)
     return engine

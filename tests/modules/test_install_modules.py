@@ -335,19 +335,21 @@ def test_engine_wheelhouse(tmp_path, monkeypatch):
     assert (real["changed"], real["reason"]) == (True, "collected")
     assert (again["changed"], again["reason"], again["bytes"]) == (False, "present", real["bytes"])
     with tarfile.open(real["path"]) as packed:
-        assert packed.getnames() == ["wheels/tiny_engine-1.0-py3-none-any.whl", "requirements.lock", "uv"]
+        assert packed.getnames() == ["wheels/tiny_engine-1.0-py3-none-any.whl", "requirements.lock", "uv", ".wheels"]
         assert packed.extractfile("requirements.lock").read().decode() == wanted
-    for result, name in ((damaged, "e2.lock"), (missing, "e3.lock")):
-        assert (result["failed"], result["reason"]) == (True, "download_failed")
+    for result, reason, name in ((damaged, "hash_differs", "e2.lock"), (missing, "download_failed", "e3.lock")):
+        assert (result["failed"], result["reason"]) == (True, reason)
         assert name in result["msg"]
+    assert "tiny_engine" in damaged["msg"].replace("-", "_")
     assert sorted(path.name for path in (cache / "wheelhouse").glob("*.tar")) == ["d1.tar"]
 
 
-def test_engine_wheelhouse_without_a_network(tmp_path, monkeypatch):
+@pytest.mark.parametrize("retries", ["0", "1"])
+def test_engine_wheelhouse_without_a_network(tmp_path, monkeypatch, retries):
     monkeypatch.delenv("PIP_NO_INDEX", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_RETRIES", retries)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     lock = tmp_path / "e1.lock"
     lock.write_text("tiny_engine==1.0 --hash=sha256:" + 64 * "0" + "\n")

@@ -195,15 +195,22 @@ def test_in_a_unit_it_goes_to_the_journal_and_not_to_the_lanes_log(monkeypatch, 
 
 # --- engines --------------------------------------------------------------------------------------------------------
 
-ENGINE = {"id": "e1", "version": "1.0", "python_version": "3.11"}
+LOCK = "a==1 --hash=sha256:0"
+ENGINE = {
+    "id": "e1",
+    "version": "1.0",
+    "python_version": "3.11",
+    "route": "wheel",
+    "install": {"pins": {}, "disk_gib": 4},
+}
 
 
 def test_the_digest_is_of_everything_that_the_engine_is_built_from():
-    first = engines.wheel_inputs(ENGINE, "/c/e1.lock", "a==1")
+    first = engines.inputs(ENGINE, "/c/e1.lock", LOCK)
     assert first["interpreter"] == "/usr/bin/python3.11"
-    assert engines.wheel_inputs(ENGINE, "/elsewhere/e1.lock", "a==1")["digest"] == first["digest"]
+    assert engines.inputs(ENGINE, "/elsewhere/e1.lock", LOCK)["digest"] == first["digest"]
     others = [
-        engines.wheel_inputs(ENGINE, "/c/e1.lock", "a==2"),
-        *(engines.wheel_inputs({**ENGINE, key: "3.12"}, "/c/e1.lock", "a==1") for key in ENGINE),
+        engines.inputs(ENGINE, "/c/e1.lock", LOCK.replace("a==1", "a==2")),
+        *(engines.inputs({**ENGINE, key: "3.12"}, "/c/e1.lock", LOCK) for key in ("id", "version", "python_version")),
     ]
     assert len({first["digest"], *(other["digest"] for other in others)}) == 5

@@ -1,0 +1,60 @@
+"""A lock between processes of one machine that says who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import json
+import os
+import platform
+import time
+from typing import Iterator
+
+from .errors import RefusedError
+
+
+def _who(purpose: str) -> bytes:
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    user = os.environ.get("SUDO_USER") or getpass.getuser()
+    return json.dumps(
+        {"pid": os.getpid(), "user": user, "host": platform.node(), "since": since, "purpose": purpose}
+    ).encode()
+
+
+def holder(path: str) -> str:
+    """Return one sentence part about who holds (or last held) the lock."""
+    try:
+        with open(path, encoding="utf-8") as handle:
+            who = json.loads(handle.read())
+        return "process {pid} of {user} on {host} since {since} ({purpose})".format(**who)
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has not said who it is"
+
+
+@contextlib.contextmanager
+def hold(path: str, purpose: str, wait: float = 0.0) -> Iterator[None]:
+    """Hold the lock ``path`` while the block runs; it ends with the process, however that ends.
+
+    :param purpose: what for, shown to those who wait.
+    :param wait: seconds to wait for another holder.
+    :raises RefusedError: ``locked``, with who holds it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise RefusedError(
+                        "locked", f"{path} is held by {holder(path)}", "wait until that run has ended, then run again"
+                    ) from None
+                time.sleep(0.2)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, _who(purpose), 0)
+        yield
+    finally:
+        os.close(descriptor)
