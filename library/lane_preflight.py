@@ -38,6 +38,12 @@ options:
     description: Read and verify the build products of engines that have a recorded tree.
     type: bool
     default: true
+  remembered:
+    description:
+      - Leave build products unread that were as recorded and have the size, time of change and inode of then.
+        A start of the unit always reads them.
+    type: bool
+    default: true
   box:
     description: Name of the box for messages; the inventory's name reads best.
     type: str
@@ -149,6 +155,7 @@ def examine(module):
             decision=decisions.get(lane["lane"]),
             user=params["user"],
             hashing=params["hashing"],
+            remembered=params["remembered"],
             dry_run=module.check_mode,
         )
         verdicts = preflight.evaluate(lane, box, skip=params["defer"], dry_run=module.check_mode)
@@ -164,6 +171,7 @@ def main():
             "defer": {"type": "list", "elements": "str", "default": []},
             "user": {"type": "str", "default": "vllm"},
             "hashing": {"type": "bool", "default": True},
+            "remembered": {"type": "bool", "default": True},
             "box": {"type": "str"},
             "fail_on_fail": {"type": "bool", "default": True},
             "driver_timeout": {"type": "float", "default": 20.0},

@@ -48,13 +48,22 @@ def record(
 
 
 def verify(
-    tree: str, *, engine: Optional[str] = None, trust_read_only: bool = False, workers: Optional[int] = None
+    tree: str,
+    *,
+    engine: Optional[str] = None,
+    trust_read_only: bool = False,
+    workers: Optional[int] = None,
+    memory: Optional[str] = None,
+    remember: bool = True,
 ) -> Dict[str, Any]:
     """Compare the products with their record.
 
     :param engine: the engine id that the marker must name; ``None`` takes any.
     :param trust_read_only: do not read the files of a tree on a read-only mount (a verity-protected one is).
     :param workers: threads; one for each CPU by default.
+    :param memory: file that says which products were as recorded, by size, time of change and inode; those are not read
+        again. ``None`` reads every file, as a start does.
+    :param remember: write what was found to ``memory``; ``False`` is a dry run.
     :returns: ``{"results", "problems": [{"reason", "file", "detail"}], "files": n hashed, "route", "engine"}``.
     """
     tree = os.path.abspath(tree)
@@ -78,7 +87,10 @@ def verify(
         return report
     parsed = sums.parse(record["sums"])
     problems: List[products.Problem] = [products.Problem("malformed_line", line) for line in parsed.malformed]
-    digests, outside = product_tree.hash_products(tree, parsed.entries, workers)
+    known = product_tree.remembered(memory, tree, record["sums"]) if memory else {}
+    digests, outside = product_tree.hash_products(tree, [name for name in parsed.entries if name not in known], workers)
+    report["files"] = len(digests)
+    digests.update({name: digest for name, digest in known.items() if name in parsed.entries})
     listed = products.parse_list(record["list"])
     present, exclude = None, []  # type: Optional[List[str]], List[str]
     if listed is not None:
@@ -91,7 +103,8 @@ def verify(
     problems += outside + products.compare(parsed.entries, digests, present, exclude)
     report["results"] += products.results(tree, problems, len(parsed.entries), listed is not None)
     report["problems"] = [dict(item._asdict(), file=sums.printable(item.file)) for item in problems]
-    report["files"] = len(digests)
+    if memory and remember and not checks.failed(report["results"]) and report["files"]:
+        product_tree.write_memory(memory, record["sums"], digests)
     return report
 
 

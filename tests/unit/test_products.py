@@ -361,3 +361,48 @@ def test_program(tree, capsys):
     assert found(json.loads(capsys.readouterr().out)) == {("changed", "vllm/ops/k.so"), ("extra", "vllm/ops/new.so")}
     assert cli.main(["products", "record", str(tree / "none"), "--route", "o", "--engine", "e", "--path", "x"]) == 3
     assert "not_a_tree" in capsys.readouterr().err
+
+
+# --- what is remembered for a play ------------------------------------------------------------------------------------
+
+
+def test_what_was_as_recorded_is_not_read_again_in_a_play(tree, tmp_path):
+    memory = str(tmp_path / "state" / "e-1.json")
+    record(tree)
+    assert verify(tree, memory=memory, remember=False)["files"] == 2
+    assert not os.path.exists(memory), "a dry run writes nothing"
+    assert verify(tree, memory=memory)["files"] == 2
+    again = verify(tree, memory=memory)
+    assert again["files"] == 0
+    assert statuses(again) == {"products_ok": "pass"}
+    assert verify(tree)["files"] == 2, "a start reads every file"
+
+
+def test_a_change_is_seen_and_not_remembered(tree, tmp_path):
+    memory = str(tmp_path / "e-1.json")
+    record(tree)
+    verify(tree, memory=memory)
+    product = tree / "vllm" / "_C.abi3.so"
+    before = product.stat()
+    product.write_bytes(b"two")
+    os.utime(product, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    for _ in range(2):
+        assert found(verify(tree, memory=memory)) == {("changed", "vllm/_C.abi3.so")}
+    (tree / "vllm" / "ops" / "k.so").unlink()
+    assert ("missing", "vllm/ops/k.so") in found(verify(tree, memory=memory))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sums": "x", "files": {}}', '{"sums": 1, "files": 2}'])
+def test_a_damaged_memory_is_no_memory(tree, tmp_path, text):
+    (tmp_path / "e-1.json").write_text(text)
+    record(tree)
+    assert verify(tree, memory=str(tmp_path / "e-1.json"))["files"] == 2
+
+
+def test_another_record_forgets_what_was_remembered(tree, tmp_path):
+    memory = str(tmp_path / "e-1.json")
+    record(tree)
+    verify(tree, memory=memory)
+    (tree / "vllm" / "ops" / "new.so").write_bytes(b"three")
+    record(tree)
+    assert verify(tree, memory=memory)["files"] == 3

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from ..files import fsync_directory, write_atomic
 from ..products import LIST, MARKER, SUMS, Problem, excluded, leads_out
-from .hashing import Digest, hash_files
+from .hashing import Digest, hash_files, stamp_of
 
 
 def read_record(tree: str) -> Dict[str, Any]:
@@ -93,6 +95,36 @@ def hash_products(
 
 def _inside(top: str, path: str) -> bool:
     return path == top or path.startswith(top.rstrip("/") + "/")
+
+
+def remembered(memory: str, tree: str, sums: bytes) -> Dict[str, Digest]:
+    """Return the products that were as recorded and have not changed since, by size, time of change and inode.
+
+    :param memory: file of :func:`write_memory`; nothing is known without it, or when it is of other sums.
+    """
+    known: Dict[str, Digest] = {}
+    try:
+        with open(memory, encoding="utf-8") as handle:
+            noted = json.load(handle)
+        if noted["sums"] != hashlib.sha256(sums).hexdigest():
+            return {}
+        for name, (digest, *stamp) in noted["files"].items():
+            with contextlib.suppress(OSError):
+                now = stamp_of(os.stat(os.path.join(tree, name)))
+                if not leads_out(name) and now == tuple(stamp):
+                    known[name] = Digest(digest, now)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return known
+
+
+def write_memory(memory: str, sums: bytes, digests: Dict[str, Digest]) -> None:
+    """Note for products that are as recorded what they look like; not being able to costs only the next reading."""
+    noted = {name: [digest.sha256, *digest.stamp] for name, digest in digests.items() if digest.stamp}
+    text = json.dumps({"sums": hashlib.sha256(sums).hexdigest(), "files": noted}, ensure_ascii=True)
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(memory), mode=0o755, exist_ok=True)
+        write_atomic(memory, text.encode(), mode=0o644)
 
 
 def write_record(tree: str, listing: bytes, sums: bytes, marker: bytes) -> None:

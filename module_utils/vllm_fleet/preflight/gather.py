@@ -13,6 +13,8 @@ from .serving import in_unit
 
 SERVICE_USER = "vllm"
 CACHE = "/var/cache/vllm-fleet"
+#: what the build products of each engine looked like when they were as recorded
+PRODUCTS = "/var/lib/vllm-fleet/products"
 
 
 def read_box(facts: Optional[Dict[str, Any]], root: str = "/") -> Dict[str, Any]:
@@ -36,6 +38,7 @@ def read_lane(
     user: str = SERVICE_USER,
     execute: bool = True,
     hashing: bool = True,
+    remembered: bool = False,
     dry_run: bool = False,
 ) -> Box:
     """Read what one lane's checks need, in addition to :func:`read_box`.
@@ -43,6 +46,7 @@ def read_lane(
     :param decision: the lane's topology decision, ``None`` for a lane without GPUs.
     :param execute: run compilers and the venv's interpreter (not below another root).
     :param hashing: read the engine's build products.
+    :param remembered: leave those unread that were as recorded and look as they did then.
     :param dry_run: nothing is installed yet; what is absent is unknown.
     """
     engine, env = lane["engine"], toolchain.environment(lane)
@@ -84,7 +88,7 @@ def read_lane(
         box["toolchain"] = tools
     box["results"] = _checkpoint(lane, root, user, dry_run)
     if hashing and box["engine"]["root"]:
-        box["results"] += _products(lane, root)
+        box["results"] += _products(lane, root, remembered, dry_run)
     return box
 
 
@@ -171,14 +175,18 @@ def _checkpoint(lane: Lane, root: str, user: str, dry_run: bool) -> List[checks.
     return results
 
 
-def _products(lane: Lane, root: str) -> List[checks.Result]:
+def _products(lane: Lane, root: str, remembered: bool, dry_run: bool) -> List[checks.Result]:
     engine = lane["engine"]
     # a wheel-route engine has no source tree; its products lie where the wheel was installed
     tree = engine.get("tree") or (engine.get("site_packages") if engine["route"] == "wheel" else None)
     if not tree or engine.get("products") != "sha256":
         return []
     report = products_pass.verify(
-        host.under(root, tree), engine=engine["id"], trust_read_only=bool(engine.get("trust_read_only"))
+        host.under(root, tree),
+        engine=engine["id"],
+        trust_read_only=bool(engine.get("trust_read_only")),
+        memory=host.under(root, f"{PRODUCTS}/{engine['id']}.json") if remembered else None,
+        remember=not dry_run,
     )
     results: List[checks.Result] = report["results"]
     return results
