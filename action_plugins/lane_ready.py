@@ -24,6 +24,7 @@ class ActionModule(ActionBase):
         if self._task.check_mode:
             return {**result, "changed": False, "lanes": [], "reason": "check_mode"}
         box = (task_vars or {}).get("inventory_hostname", "?")
+        hold_s = int(args.get("hold_s", 0))
         deadline = time.monotonic() + int(args.get("deadline_s", 1860))
         seen: dict[str, str] = {}
         said: dict[str, float] = {}
@@ -55,11 +56,37 @@ class ActionModule(ActionBase):
                 text = "\n".join(self._explain(box, row) for row in failed)
                 return {**result, "failed": True, "changed": False, "lanes": rows, "reason": "lane_failed", "msg": text}
             if all(row["state"] == "ready" for row in rows):
-                return {**result, "changed": False, "lanes": rows, "reason": "ready"}
+                return (
+                    {**result, "changed": False, "lanes": rows, "reason": "ready"}
+                    if not hold_s
+                    else self._hold(result, task_vars, rows, hold_s)
+                )
             if now >= deadline:
                 late = ", ".join(f"{row['lane']} at '{row['phase']}'" for row in rows if row["state"] == "starting")
                 text = f"{box}: not ready within {args.get('deadline_s', 1860)} s: {late}"
                 return {**result, "failed": True, "changed": False, "lanes": rows, "reason": "deadline", "msg": text}
+
+    def _hold(self, result: dict[str, Any], task_vars: Any, rows: list[dict[str, Any]], hold_s: int) -> dict[str, Any]:
+        """Ask again until ``hold_s`` have passed; a lane that stops answering or restarts meanwhile has failed."""
+        box, began = task_vars.get("inventory_hostname", "?"), time.monotonic()
+        pids = {row["lane"]: row["pid"] for row in rows}
+        while True:
+            left = hold_s - (time.monotonic() - began)
+            time.sleep(max(0.0, min(5.0, left)))
+            probe = self._execute_module(
+                module_name="lane_probe", module_args={"lanes": self._task.args["lanes"]}, task_vars=task_vars
+            )
+            if probe.get("failed"):
+                return {**result, **probe}
+            end = {**result, "changed": False, "lanes": probe["lanes"]}
+            bad = [row for row in probe["lanes"] if row["state"] != "ready" or row["pid"] != pids[row["lane"]]]
+            if bad:
+                text = "\n".join(self._explain(box, row) for row in bad)
+                return {**end, "failed": True, "reason": "did_not_last", "msg": text}
+            elapsed_s = time.monotonic() - began
+            if elapsed_s >= hold_s:
+                return {**end, "reason": "ready"}
+            Display().display(f"  {box}: watching it serve, {elapsed_s:.0f} s of {hold_s}")
 
     @staticmethod
     def _explain(box: str, row: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import catalog, engine_args, engines, fleet_report, profile, render  # noqa: E402
+from vllm_fleet import catalog, engine_args, engines, fleet_report, haproxy, profile, render  # noqa: E402
 from vllm_fleet.errors import FleetError  # noqa: E402
 
 
@@ -86,4 +86,6 @@ class FilterModule:
             "vllm_fleet_verify_rows": _readable(verify_rows),
             "vllm_fleet_verify_text": _readable(fleet_report.verify_text),
             "vllm_fleet_lint": _readable(lint_lane),
+            "vllm_fleet_pools": _readable(haproxy.pools),
+            "vllm_fleet_haproxy_quoted": _readable(haproxy.quoted),
         }

@@ -24,6 +24,7 @@ def _up(args: argparse.Namespace) -> int:
     wheels.ensure()
     try:
         converge.play()
+        converge.play(converge.BALANCER)
     finally:
         boxes.harvest_packages()
     return _status(args)

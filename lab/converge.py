@@ -11,13 +11,17 @@ from pathlib import Path
 from .settings import CACHE, INVENTORY, ROOT, STATE, VENV
 from .shell import LabError, say
 
+#: what makes the boxes serve, and what makes the balancer in front of them
+SITE = ("site.yml", "-l", "gpu-boxes")
+BALANCER = ("playbooks/balancer.yml",)
 
-def play(*args: str, env: dict[str, str] | None = None) -> float:
-    """Run ``ansible-playbook site.yml -l gpu-boxes`` with its output shown; return the wall time in seconds.
+
+def play(playbook: tuple[str, ...] = SITE, env: dict[str, str] | None = None) -> float:
+    """Run a playbook on the lab's inventory with its output shown; return the wall time in seconds.
 
     :raises LabError: it failed; its own output has said why.
     """
-    argv = ["ansible-playbook", "-i", str(INVENTORY), "site.yml", "-l", "gpu-boxes", *args]
+    argv = ["ansible-playbook", "-i", str(INVENTORY), *playbook]
     say(f"== {' '.join(argv[:1] + argv[3:])}")
     started = time.monotonic()
     done = subprocess.run(

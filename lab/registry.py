@@ -92,13 +92,25 @@ def api_key_file(box: str, lane: str) -> Path:
     return STATE / "keys" / f"{box}-{lane}.key"
 
 
+#: the controller's file with the key that clients of the balancer have
+CLIENT_API_KEY = STATE / "keys" / "edge.key"
+
+
 def make_api_keys(lanes: dict[str, tuple[str, ...]]) -> None:
-    """Make the API keys of the lab's lanes (box name -> lane names) that are not there yet."""
+    """Make the API keys of the lab's lanes (box name -> lane names) and of the balancer's clients.
+
+    Lanes of one name share a key, because a balancer in front of them knows one for all. What is there is kept.
+    """
+    shared: dict[str, str] = {}
     for box, names in lanes.items():
         for name in names:
             path = api_key_file(box, name)
-            if not path.exists() or not path.read_text().strip():
-                write(path, secrets.token_urlsafe(32) + "\n", 0o600)
+            there = path.read_text().strip() if path.exists() else ""
+            key = shared.setdefault(name, there or secrets.token_urlsafe(32))
+            if there != key:
+                write(path, key + "\n", 0o600)
+    if not CLIENT_API_KEY.exists() or not CLIENT_API_KEY.read_text().strip():
+        write(CLIENT_API_KEY, secrets.token_urlsafe(32) + "\n", 0o600)
 
 
 def connection(box: Box) -> dict[str, Any]:

@@ -32,6 +32,10 @@ options:
     description: Completions that must come at once, if that is more than the lane's own readiness asks for.
     type: int
     default: 1
+  hold_s:
+    description: Seconds for which the lanes must stay ready, each by the same process.
+    type: int
+    default: 0
 attributes:
   check_mode:
     description: Says nothing in check mode, because a lane that would be started cannot answer yet.
@@ -56,7 +60,7 @@ lanes:
   sample:
     - {lane: main, state: ready, elapsed_s: 31}
 reason:
-  description: V(ready), or V(lane_failed) or V(deadline).
+  description: V(ready), or V(lane_failed), V(deadline) or V(did_not_last).
   returned: always
   type: str
   sample: ready

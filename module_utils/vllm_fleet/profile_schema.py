@@ -108,8 +108,16 @@ _needs = Record(
     },
 )
 
+_golden = Record(
+    {"prompt": Text(), "max_tokens": Integer(1, 1024), "answer": Text(empty=True)}, required=("prompt", "answer")
+)
 _readiness = Record(
-    {"deadline_s": Integer(1, 86400), "log_lines": ListOf(Text()), "concurrent": Integer(1, 1024)},
+    {
+        "deadline_s": Integer(1, 86400),
+        "log_lines": ListOf(Text()),
+        "concurrent": Integer(1, 1024),
+        "golden": ListOf(_golden),
+    },
 )
 READINESS_DEFAULTS: Dict[str, Any] = {"deadline_s": 1800, "log_lines": [], "concurrent": 1}
 

@@ -110,6 +110,19 @@ def judge_completion(status: Optional[int], body: Any, name: str) -> checks.Resu
     return checks.result(check, checks.PASS, "answered", f"{usage['completion_tokens']} token(s) by {name}")
 
 
+def judge_golden(status: Optional[int], body: Any, name: str, prompt: str, answer: str) -> checks.Result:
+    """Judge a completion whose text is known: a wrong kernel or a stale cache answers fluently, and wrongly."""
+    judged = judge_completion(status, body, name)
+    if judged["status"] == checks.FAIL:
+        return judged
+    text = str((body["choices"][0] or {}).get("text"))
+    if text != answer:
+        return checks.result(
+            "golden", checks.FAIL, "golden_differs", f"asked {prompt!r}: answered {text!r}; expected {answer!r}"
+        )
+    return checks.result("golden", checks.PASS, "golden_answered", f"asked {prompt!r}: the known answer")
+
+
 def judge_log(log: str, expected: Sequence[str]) -> List[checks.Result]:
     """Judge the identity lines of a profile, such as ``GPU KV cache size: 924,993 tokens``.
 

@@ -79,3 +79,81 @@ def test_names_that_haproxy_cannot_hold_are_refused():
     with pytest.raises(UsageError) as caught:
         haproxy.server_name("rack 1", "main")
     assert caught.value.reason == "bad_server_name"
+
+
+# --- pools ----------------------------------------------------------------------------------------------------------
+
+
+def box(*lanes: dict, address: str = "10.0.0.1", **keys: str) -> dict:
+    return {"address": address, "lanes": list(lanes), "keys": keys}
+
+
+def lane(name: str = "main", model: str = "tiny", **more) -> dict:
+    return {
+        "lane": name,
+        "host": "10.0.0.1",
+        "port": 8000,
+        "served_names": [model, "alias"],
+        "api_key_file": None,
+        **more,
+    }
+
+
+def refusal(*args, **more) -> str:
+    with pytest.raises(RefusedError) as caught:
+        haproxy.pools(*args, **more)
+    return caught.value.reason
+
+
+def test_the_lanes_of_a_model_are_a_pool():
+    boxes = {
+        "b2": box(lane(host="10.0.0.2")),
+        "b1": box(lane(), lane("other", "Org/Big model", port=8001)),
+    }
+    big, tiny = haproxy.pools(boxes, {"tiny": 81, "Org/Big model": 82}, 80)
+    assert (big["name"], big["port"], [server["name"] for server in big["servers"]]) == (
+        "Org-Big-model",
+        82,
+        ["b1:other"],
+    )
+    assert (tiny["name"], tiny["port"]) == ("tiny", 81)
+    assert [(server["name"], server["address"]) for server in tiny["servers"]] == [
+        ("b1:main", "10.0.0.1"), ("b2:main", "10.0.0.2"),
+    ]  # fmt: skip
+
+
+def test_one_model_needs_no_port_of_its_own_and_several_do():
+    assert haproxy.pools({"b1": box(lane())}, {}, 80)[0]["port"] == 80
+    two = {"b1": box(lane(), lane("x", "other"))}
+    assert refusal(two, {"tiny": 81}, 80) == "pool_port_missing"
+    assert refusal(two, {"tiny": 81, "other": 81}, 80) == "pool_port_taken"
+
+
+def test_a_lane_that_cannot_be_reached_is_refused_or_left_out():
+    boxes = {"b1": box(lane(host="127.0.0.1")), "b2": box(lane())}
+    assert refusal(boxes, {}, 80) == "lane_on_loopback"
+    assert [s["name"] for s in haproxy.pools(boxes, {}, 80, balancer="b1")[0]["servers"]] == ["b1:main", "b2:main"]
+    assert [s["name"] for s in haproxy.pools(boxes, {}, 80, ["b1:main"])[0]["servers"]] == ["b2:main"]
+    assert refusal(boxes, {}, 80, ["b1:main", "b3:main"]) == "unknown_exclude"
+    assert refusal(boxes, {}, 80, ["b1:main", "b2:main"]) == "no_lanes"
+
+
+def test_a_lane_that_listens_everywhere_is_reached_at_its_box():
+    boxes = {"b1": box(lane(host="0.0.0.0"), address="192.0.2.7")}
+    assert haproxy.pools(boxes, {}, 80)[0]["servers"][0]["address"] == "192.0.2.7"
+
+
+def test_a_pool_has_one_key():
+    def keyed(key: str) -> dict:
+        return box(lane(api_key_file="/etc/key"), main=key)
+
+    assert haproxy.pools({"b1": keyed("k"), "b2": keyed("k")}, {}, 80)[0]["key"] == "k"
+    assert refusal({"b1": keyed("k"), "b2": keyed("other")}, {}, 80) == "pool_keys_differ"
+    assert refusal({"b1": keyed("k"), "b2": box(lane())}, {}, 80) == "pool_keys_differ"
+    assert refusal({"b1": box(lane(api_key_file="/etc/key"))}, {}, 80) == "pool_key_missing"
+
+
+def test_quotes_hold_everything_but_control_characters():
+    assert haproxy.quoted("a $b \"c\" 'd'") == "'a $b \"c\" '\\''d'\\'''"
+    with pytest.raises(UsageError):
+        haproxy.quoted("a\nb")

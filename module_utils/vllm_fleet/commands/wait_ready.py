@@ -52,6 +52,9 @@ def prove(lane: Dict[str, Any], key: Optional[str], timeout: float, concurrent: 
         thread.start()
     for thread in threads:
         thread.join()
+    for item in lane["readiness"].get("golden", []):
+        said = engine_http.complete(host, port, names[0], key, timeout, item["prompt"], item.get("max_tokens", 16))
+        answers.append(readiness.judge_golden(*said, names[0], item["prompt"], item["answer"]))
     return results + answers
 
 

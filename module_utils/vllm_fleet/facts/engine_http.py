@@ -52,7 +52,9 @@ def fetch(
         connection.close()
 
 
-def complete(host: str, port: int, name: str, key: Optional[str], timeout: float) -> Answer:
-    """Ask for one short completion by the served name."""
-    request = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+def complete(
+    host: str, port: int, name: str, key: Optional[str], timeout: float, prompt: str = "Hello", max_tokens: int = 1
+) -> Answer:
+    """Ask for one completion by the served name, a short one unless told otherwise, without chance."""
+    request = {"model": name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     return ask(host, port, "/v1/completions", request, key, timeout)
