@@ -4,7 +4,7 @@ LAB = .venv/bin/python -m lab
 PARTS = .venv/bin/python -m tests.parts
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test-gpu test lock
+.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test-gpu test-drivers test lock
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ endif
 
 test: env  ## all of it, cheapest first: what CI runs (40 min)
 	@$(PARTS) lint unit molecule lab
+
+test-drivers: env  ## the NVIDIA driver from Debian, really: packages, DKMS build, holds, fences, drift check; not part of test (15 min)
+	@$(PARTS) drivers
 
 lock: env  ## requirements.lock from pyproject.toml
 	@.venv/bin/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 --generate-hashes \

@@ -186,7 +186,7 @@ def main():
     answer = {
         "changed": False,
         "lanes": [report.as_object(lane, [verdict.result for verdict in verdicts]) for lane, verdicts in outcome],
-        "status": preflight.overall(everything),
+        "status": checks.overall(everything),
         "deferred": sorted(module.params["defer"]),
     }
     failures = [

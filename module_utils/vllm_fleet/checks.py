@@ -40,3 +40,9 @@ def summary(results: Iterable[Result]) -> Dict[str, Any]:
     for item in results:
         counts[item["status"]] += 1
     return counts
+
+
+def overall(results: Iterable[Result]) -> str:
+    """Return the worst status: ``fail``, then ``unknown``, then ``warn``, then ``pass``."""
+    found = {item["status"] for item in results}
+    return next((status for status in (FAIL, UNKNOWN, WARN) if status in found), PASS)

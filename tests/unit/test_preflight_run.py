@@ -232,7 +232,7 @@ def test_the_json_object() -> None:
     ],
 )
 def test_the_worst_status_names_the_whole(given_statuses: List[str], expected: str) -> None:
-    assert run.overall([checks.result("x", status, "r", "m") for status in given_statuses]) == expected
+    assert checks.overall([checks.result("x", status, "r", "m") for status in given_statuses]) == expected
 
 
 def test_a_boot_stores_the_result_and_tells_the_journal_what_did_not_pass(

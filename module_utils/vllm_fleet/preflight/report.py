@@ -8,9 +8,9 @@ import time
 from typing import Any, Dict, List
 
 from .. import checks, journal
+from ..checks import overall
 from ..facts.host import under
 from ..files import write_atomic
-from .run import overall
 
 STORE = "/var/lib/vllm-fleet/preflight"
 

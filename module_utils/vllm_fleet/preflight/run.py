@@ -30,7 +30,6 @@ _REQUIRED = (
     "readiness",
     "workdir",
 )
-_ORDER = (checks.FAIL, checks.UNKNOWN, checks.WARN, checks.PASS)
 
 
 class Verdict(NamedTuple):
@@ -161,9 +160,3 @@ def known_checks() -> List[str]:
 def gpus_wanted(lanes: Iterable[Lane]) -> bool:
     """Return whether any of the lanes owns GPUs."""
     return any(with_gpu(lane) for lane in lanes)
-
-
-def overall(results: Iterable[checks.Result]) -> str:
-    """Return the worst status: ``fail``, then ``unknown``, then ``warn``, then ``pass``."""
-    found = {item["status"] for item in results}
-    return next((status for status in _ORDER if status in found), checks.PASS)
