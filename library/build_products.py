@@ -149,8 +149,7 @@ def verify(module):
     noted = [item for item in report["results"] if item["status"] != checks.PASS]
     facts = {"results": report["results"], "problems": report["problems"], "files": report["files"]}
     if failed:
-        message = " ".join(f"{item['reason']}: {item['message']}. Fix: {item['fix']}." for item in failed)
-        module.fail_json(msg=message, reason=failed[0]["reason"], **facts)
+        module.fail_json(msg=checks.sentence(failed), reason=failed[0]["reason"], **facts)
     for item in noted:
         module.warn(item["message"])
     module.exit_json(changed=False, reason=(noted or report["results"])[0]["reason"], **facts)

@@ -182,8 +182,7 @@ def main():
         module.fail_json(msg=error.one_line(), reason=error.reason)
     failed = checks.failed(report["results"])
     if failed:
-        message = " ".join(f"{item['reason']}: {item['message']}. Fix: {item['fix']}." for item in failed)
-        module.fail_json(msg=message, reason=failed[0]["reason"], **report)
+        module.fail_json(msg=checks.sentence(failed), reason=failed[0]["reason"], **report)
     module.exit_json(changed=False, **report)
 
 

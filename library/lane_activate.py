@@ -85,36 +85,21 @@ import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.vllm_fleet import files, release
-from ansible.module_utils.vllm_fleet.facts import units
-
-
-def link_target(path):
-    try:
-        return os.path.basename(os.readlink(path))
-    except OSError:
-        return None
-
-
-def first_line(path):
-    try:
-        with open(path, encoding="utf-8") as handle:
-            return handle.readline().strip()
-    except OSError:
-        return None
+from ansible.module_utils.vllm_fleet import files, release, runtime_env
+from ansible.module_utils.vllm_fleet.facts import host, units
 
 
 def started_release(name):
     """Return the release that the running process was started from, as start-check left it."""
-    return first_line(os.path.join(release.RUNTIME, name, "release"))
+    return host.first_line(os.path.join(release.RUNTIME, name, "release"))
 
 
 def key_is_stale(name, key_file):
     """Whether the process was started with another API key than the file holds now."""
     if not key_file:
         return False
-    used = first_line(os.path.join(release.RUNTIME, name, "secret.env")) or ""
-    return used.partition("=")[2].strip('"') != (first_line(key_file) or "")
+    used = runtime_env.parse_key(host.read_text(os.path.join(release.RUNTIME, name, "secret.env")) or "")
+    return used != host.first_line(key_file)
 
 
 def why_restart(state, current, wanted, name, entry):
@@ -162,7 +147,7 @@ def main():
     for entry in module.params["lanes"]:
         name = entry["lane"]
         home = os.path.join(release.LANES, name)
-        current, previous = link_target(os.path.join(home, "current")), link_target(os.path.join(home, "previous"))
+        current, previous = (host.link_name(os.path.join(home, link)) for link in ("current", "previous"))
         wanted = entry.get("release") or (None if module.params["state"] == "current" else previous)
         if not wanted:
             module.fail_json(

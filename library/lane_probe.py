@@ -66,10 +66,10 @@ import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.vllm_fleet import checks, readiness, release
+from ansible.module_utils.vllm_fleet import checks, readiness, release, runtime_env
 from ansible.module_utils.vllm_fleet.commands import wait_ready
 from ansible.module_utils.vllm_fleet.errors import FleetError
-from ansible.module_utils.vllm_fleet.facts import units
+from ansible.module_utils.vllm_fleet.facts import host, units
 from ansible.module_utils.vllm_fleet.files import read_json
 
 
@@ -77,21 +77,13 @@ def monotonic_age(microseconds):
     return max(0, int(time.clock_gettime(time.CLOCK_MONOTONIC) - microseconds / 1e6)) if microseconds else 0
 
 
-def first_line(path):
-    try:
-        with open(path, encoding="utf-8") as handle:
-            return handle.readline().strip()
-    except OSError:
-        return ""
-
-
 def runtime_value(name, variable):
+    """Return what the last start decided for a variable; empty when it did not, or left no file that can be read."""
+    text = host.read_text(os.path.join(release.RUNTIME, name, "runtime.env")) or ""
     try:
-        with open(os.path.join(release.RUNTIME, name, "runtime.env"), encoding="utf-8") as handle:
-            values = dict(line.rstrip("\n").split("=", 1) for line in handle if "=" in line)
-    except OSError:
+        return runtime_env.parse(text).get(variable, "")
+    except FleetError:
         return ""
-    return values.get(variable, "").strip('"')
 
 
 def stand(name, restarted, concurrent=1):
@@ -119,7 +111,7 @@ def stand(name, restarted, concurrent=1):
     )
     waiting_for_new = started and started["invocation_before"] and state["InvocationID"] == started["invocation_before"]
     if state["ActiveState"] == "active" and not waiting_for_new:
-        key = first_line(lane["api_key_file"]) if lane.get("api_key_file") else None
+        key = host.first_line(lane["api_key_file"]) if lane.get("api_key_file") else None
         bad = [
             item["message"]
             for item in wait_ready.prove(lane, key or None, 60.0, concurrent)

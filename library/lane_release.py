@@ -105,6 +105,7 @@ import tempfile
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.vllm_fleet import files, release
 from ansible.module_utils.vllm_fleet.errors import FleetError
+from ansible.module_utils.vllm_fleet.facts import host
 
 UNITS = "/etc/systemd/system"
 LOGROTATE = "/etc/logrotate.d/vllm-fleet"
@@ -114,13 +115,6 @@ def read_text(path):
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as handle:
             return handle.read()
-    except OSError:
-        return None
-
-
-def link_target(path):
-    try:
-        return os.path.basename(os.readlink(path))
     except OSError:
         return None
 
@@ -201,7 +195,7 @@ def stage(writer, lane, binding, key, keep):
     wanted = release.release_id(contents)
     home = os.path.join(release.LANES, name)
     releases = os.path.join(home, "releases")
-    current = link_target(os.path.join(home, "current"))
+    current = host.link_name(os.path.join(home, "current"))
     path = os.path.join(releases, wanted)
     writer.release(path, contents, lane["engine"]["root"], os.path.join(home, "current"))
     writer.directory(lane["workdir"], 0o750, writer.uid, writer.gid)
@@ -218,7 +212,7 @@ def stage(writer, lane, binding, key, keep):
             (entry for entry in os.listdir(releases) if not entry.startswith(".")),
             key=lambda entry: os.stat(os.path.join(releases, entry)).st_mtime,
         )
-        kept = [wanted, current, link_target(os.path.join(home, "previous"))]
+        kept = [wanted, current, host.link_name(os.path.join(home, "previous"))]
         for old in release.removable(ages, kept, keep):
             shutil.rmtree(os.path.join(releases, old))
         for leftover in (entry for entry in os.listdir(releases) if entry.startswith(".new-")):

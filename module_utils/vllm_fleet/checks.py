@@ -34,6 +34,21 @@ def exit_code(results: Iterable[Result]) -> int:
     return 1 if failed(results) else 0
 
 
+def lines(results: Iterable[Result]) -> List[str]:
+    """Return the results as lines for a terminal: status, reason and message, then the fix where there is one."""
+    text = []
+    for item in results:
+        text.append(f"{item['status']:7} {item['reason']}: {item['message']}")
+        if item["fix"]:
+            text.append(f"        fix: {item['fix']}")
+    return text
+
+
+def sentence(results: Iterable[Result]) -> str:
+    """Return the results as one text for the message of a failed task."""
+    return " ".join(f"{item['reason']}: {item['message']}. Fix: {item['fix']}." for item in results)
+
+
 def summary(results: Iterable[Result]) -> Dict[str, Any]:
     """Count the results by status: ``{"pass": n, "warn": n, "fail": n, "unknown": n}``."""
     counts = dict.fromkeys(STATUSES, 0)

@@ -133,6 +133,7 @@ def engine_paths(engine: Mapping[str, Any], engines_root: str = ENGINES_ROOT) ->
         "tree": fill(tree, places, Where(engine["id"], "tree")),
         "site_packages": places["site_packages"],
         "products": engine["products"],
+        "trust_read_only": engine["trust_read_only"],
         "cuda_home": fill(engine.get("cuda_home"), places, Where(engine["id"], "cuda_home")),
     }
 

@@ -210,6 +210,7 @@ ENGINE = Record(
         "tree": Text(),
         "site_packages": Text(),
         "products": Choice("sha256", "none"),
+        "trust_read_only": Boolean(),
         "cuda_home": Text(),
         "paths": MapOf(ListOf(Text(), minimum=1), VARIABLE, "the name of a search path such as PATH"),
         "env": _environment,
@@ -217,7 +218,7 @@ ENGINE = Record(
         "notes": ListOf(Text()),
     },
     required=("schema", "id", "summary", "version", "route", "accelerator", "python_version"),
-    defaults={"products": "none", "paths": {}, "env": {}, "install": {}, "notes": []},
+    defaults={"products": "none", "trust_read_only": False, "paths": {}, "env": {}, "install": {}, "notes": []},
 )
 
 #: keys of a lane in the inventory; knobs of its profile come in addition

@@ -1,4 +1,4 @@
-"""The runtime environment file of a lane: ``NAME=value`` lines from fixed names and a whitelisted grammar (issue 3).
+"""The runtime environment file of a lane: ``NAME=value`` lines from fixed names and a whitelisted grammar.
 
 ``ExecStartPre`` writes it, the unit's ``EnvironmentFile=`` reads it. A value is either bare, made of
 ``A-Z a-z 0-9 _ @ % + = : , . / -``, or (only in :data:`LIST_NAMES`) words of these characters between single quotes.
@@ -27,6 +27,8 @@ DECISION_NAMES = (
 ENGINE_ARGS = "VLLM_FLEET_ENGINE_ARGS"
 #: every name that the file may hold, in the order in which they are written
 NAMES = (*DECISION_NAMES, "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", ENGINE_ARGS)
+#: the engine reads its API key from this variable; it stands in a file of its own, which only root reads
+API_KEY = "VLLM_API_KEY"
 #: names whose value is a list of words
 LIST_NAMES = (ENGINE_ARGS,)
 
@@ -104,6 +106,17 @@ def render(decision: Mapping[str, Any], extra: Mapping[str, str]) -> str:
             raise UsageError("unknown_variable", f"{name} comes from the decision and can't be given as an extra")
         values[name] = value
     return format_lines(values)
+
+
+def render_key(key: str) -> str:
+    """Return the text of the file beside it that hands the engine its API key; the caller has checked the key."""
+    return f"{API_KEY}={key}\n"
+
+
+def parse_key(text: str) -> str:
+    """Return the key in such a file, empty when there is none."""
+    name, _, value = text.partition("=")
+    return value.rstrip("\n") if name == API_KEY else ""
 
 
 def parse(text: str) -> Dict[str, str]:

@@ -339,4 +339,4 @@ def _write_secret(lane: Lane, path: str, root: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     else:
-        write_atomic(path, f"VLLM_API_KEY={key}\n".encode(), mode=0o600)
+        write_atomic(path, runtime_env.render_key(key).encode(), mode=0o600)

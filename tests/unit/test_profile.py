@@ -102,6 +102,15 @@ def test_refusals_say_where_what_and_what_is_allowed(keys: dict, reason: str, pa
         assert part in error.one_line()
 
 
+def test_an_engine_may_trust_a_read_only_mount() -> None:
+    """The word of the catalog entry reaches the lane, where the start's product check reads it."""
+    entries = profile.Catalog(CATALOG.profiles, CATALOG.engines)
+    lane = {"name": "main", "profile": "tiny-cpu", "checkpoint": "/m"}
+    assert profile.resolve(lane, entries)["engine"]["trust_read_only"] is False
+    entries.engines["vllm-0.32.0-cpu"] = {**entries.engines["vllm-0.32.0-cpu"], "trust_read_only": True}
+    assert profile.resolve(lane, entries)["engine"]["trust_read_only"] is True
+
+
 def test_no_secret_is_repeated_in_a_message() -> None:
     assert "secret" not in refusal(TINY, extra_args=["--api-key=secret"]).one_line()
     assert "hunter2" not in refusal(TINY, env={"VLLM_API_KEY": "hunter2"}).one_line()

@@ -56,8 +56,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        for item in report["results"]:
-            print(f"{item['status']:7} {item['reason']}: {item['message']}")
-            if item["fix"]:
-                print(f"        fix: {item['fix']}")
+        print(*checks.lines(report["results"]), sep="\n")
     return checks.exit_code(report["results"])

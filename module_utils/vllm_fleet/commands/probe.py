@@ -39,10 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"results": results}, sort_keys=True))
     else:
-        for item in results:
-            print(f"{item['status']:7} {item['reason']}: {item['message']}")
-            if item["fix"]:
-                print(f"        fix: {item['fix']}")
+        print(*checks.lines(results), sep="\n")
     return checks.exit_code(results)
 
 

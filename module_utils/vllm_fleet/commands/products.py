@@ -45,9 +45,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        for item in report["results"]:
-            if not (args.quiet and item["status"] == checks.PASS):
-                print(f"{item['status']:7} {item['reason']}: {item['message']}")
-                if item["fix"]:
-                    print(f"        fix: {item['fix']}")
+        shown = [item for item in report["results"] if not (args.quiet and item["status"] == checks.PASS)]
+        print(*checks.lines(shown), sep="\n", end="\n" if shown else "")
     return checks.exit_code(report["results"])

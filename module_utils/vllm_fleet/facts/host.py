@@ -28,6 +28,19 @@ def read_text(path: str) -> Optional[str]:
         return None
 
 
+def first_line(path: str) -> str:
+    """Return the first line of a small file without blanks around it; empty when it can't be read."""
+    return (read_text(path) or "").partition("\n")[0].strip()
+
+
+def link_name(path: str) -> Optional[str]:
+    """Return the last part of what a symlink points at, ``None`` without a link."""
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return None
+
+
 def memory(root: str = "/", unit: str = "") -> Dict[str, Any]:
     """Return ``{"total_kib", "limit_kib", "limit_source"}``.
 

@@ -1,4 +1,4 @@
-"""GPU topology of a lane: which GPUs, in which order, over which links, with which environment (issue 3).
+"""GPU topology of a lane: which GPUs, in which order, over which links, with which environment.
 
 ``inputs`` checks facts and policy, ``lane`` picks the GPUs, ``links`` classes the pairs, ``search`` finds the order,
 ``environment``, ``binding`` and ``warn`` say what follows from it, ``decision`` puts it together; ``picture`` draws it.
