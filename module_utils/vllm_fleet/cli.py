@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 
-from .errors import FleetError
+from .errors import FleetError, from_os
 
 TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the time that importing it takes
 if TYPE_CHECKING:
@@ -64,10 +64,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = build_parser(command).parse_args(arguments)
     try:
         return int(args.run(args))
-    except FleetError as error:
-        print(f"vllm-fleet {args.command}: {error.one_line()}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         return 2
+    except (FleetError, OSError) as error:
+        readable = error if isinstance(error, FleetError) else from_os(error)
+        print(f"vllm-fleet {args.command}: {readable.one_line()}", file=sys.stderr)
+        return readable.exit_code

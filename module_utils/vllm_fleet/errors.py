@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class FleetError(Exception):
     """Something that stops the work, with a reason code that tests and alerts can match.
@@ -39,3 +41,11 @@ class RefusedError(FleetError):
     """The input is understood and the answer is no; nothing was changed."""
 
     exit_code = 3
+
+
+def from_os(error: OSError) -> FleetError:
+    """Return an error of the operating system as one of ours: ``disk_full``, else ``io_failed``."""
+    where = f" {error.filename}" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return FleetError("disk_full", f"nothing more can be written{where and ' to'}{where}", "free some space")
+    return FleetError("io_failed", f"{error.strerror or error}{where and ':'}{where}")

@@ -153,16 +153,25 @@ def test_bad_usage_is_exit_2(argv, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("error", "status"), [(UsageError, 2), (RefusedError, 3)])
-def test_errors_become_one_line_and_a_status(error, status, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (UsageError("some_code", "found\nthis"), 2, "some_code: found this"),
+        (RefusedError("some_code", "found\nthis"), 3, "some_code: found this"),
+        (OSError(28, "No space left on device", "/x"), 2,
+         "disk_full: nothing more can be written to /x. Fix: free some space"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "io_failed: Permission denied: /x"),
+    ],
+)  # fmt: skip
+def test_errors_become_one_line_and_a_status(error, status, line, monkeypatch, capsys):
     module = cli.importlib.import_module("vllm_fleet.commands.start_check")
 
     def refuse(_args):
-        raise error("some_code", "found\nthis")
+        raise error
 
     monkeypatch.setattr(module, "run", refuse)
     assert cli.main(["start-check", "main"]) == status
-    assert capsys.readouterr().err == "vllm-fleet start-check: some_code: found this\n"
+    assert capsys.readouterr().err == f"vllm-fleet start-check: {line}\n"
 
 
 def test_ctrl_c_has_its_status(monkeypatch):

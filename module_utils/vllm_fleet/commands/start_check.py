@@ -7,7 +7,7 @@ import json
 import os
 
 from .. import journal, start
-from ..errors import FleetError
+from ..errors import FleetError, from_os
 from ..preflight import report
 
 
@@ -21,9 +21,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the outcome; 0 start, 1 a check failed, 2 bad input, 3 the decision is refused."""
     try:
         outcome = start.check(args.lane, timeout=args.timeout)
-    except FleetError as error:
+    except (FleetError, OSError) as error:
         if "INVOCATION_ID" in os.environ:  # inside the unit stderr goes to the lane's log; the reason belongs here too
-            journal.say(f"start {args.lane}: {error.one_line()}", "error")
+            readable = error if isinstance(error, FleetError) else from_os(error)
+            journal.say(f"start {args.lane}: {readable.one_line()}", "error")
         raise
     decision = outcome["decision"]
     for name in outcome["removed"]:
