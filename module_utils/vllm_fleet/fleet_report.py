@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence
 
 from . import checks
 
-HEADER = ("box", "lane", "status", "check", "reason", "message", "fix")
+HEADER = ("box", "lane", "status", "check", "reason", "message")
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
@@ -50,7 +50,7 @@ def verify_rows(
 
 
 def verify_text(rows: Sequence[Mapping[str, str]], unreached: Sequence[str]) -> str:
-    """Return the table of a fleet, worst first, then the boxes that could not be reached as ``unknown``."""
+    """Return the table of a fleet, worst first, each fix below its row; boxes that were not reached are ``unknown``."""
     order = (checks.FAIL, checks.UNKNOWN, checks.WARN, checks.PASS)
     listed: List[Dict[str, str]] = [
         {"box": box, "lane": "-", **checks.result("reach", checks.UNKNOWN, "unreachable", "the box was not reached")}
@@ -58,4 +58,8 @@ def verify_text(rows: Sequence[Mapping[str, str]], unreached: Sequence[str]) -> 
     ]
     listed += [dict(row) for row in rows]
     listed.sort(key=lambda row: (order.index(row["status"]), row["box"], row["lane"]))
-    return columns([HEADER, *[tuple(row[name] for name in HEADER) for row in listed]])
+    table = columns([HEADER, *[tuple(row[name] for name in HEADER) for row in listed]]).splitlines()
+    lines = table[:2]
+    for line, row in zip(table[2:], listed):
+        lines += [line, f"  fix: {row['fix']}"] if row["fix"] else [line]
+    return "\n".join(lines)

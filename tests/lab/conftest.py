@@ -119,7 +119,8 @@ def overlay(tmp_path: Path) -> Any:
             "name": "main", "profile": "tiny-cpu", "port": 8000, "host": "{{ lab_ip }}",
             "checkpoint": "/srv/models/tiny", "served_names": ["tiny"],
             "api_key_file": "/etc/vllm-fleet/secrets/main.key",
-            "topology": {"mode": "auto", "tensor_parallel": 2, "pipeline_parallel": 2}, **changes,
+            "topology": {"mode": "auto", "tensor_parallel": 2, "pipeline_parallel": 2},
+            "needs": {"toolchain": True}, **changes,
         }  # fmt: skip
         (tmp_path / "hosts.json").write_text(json.dumps({"gpu-boxes": {"hosts": {"box1": {"vllm_lanes": [lane]}}}}))
         return ["-i", "inventories/lab", "-i", str(tmp_path / "hosts.json")]

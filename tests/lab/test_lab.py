@@ -16,6 +16,23 @@ from conftest import BIN, ROOT, SITE, Box, play
 pytestmark = pytest.mark.timeout(1200)
 
 
+SITE_PACKAGES = "/opt/vllm-fleet/engines/vllm-0.32.0-cpu/venv/lib/python3.11/site-packages"
+SHADOW = "/var/lib/vllm-fleet/lanes/main/vllm"
+CACHE = "/var/cache/vllm-fleet/main"
+
+
+def journal_names(box: Box, codes: set[str]) -> set[str]:
+    """Wait until the unit's journal of the last start names the reason codes; return those that it named in time."""
+    since = box.run("date +%s")
+    deadline = time.monotonic() + 60
+    named: set[str] = set()
+    while time.monotonic() < deadline and named != codes:
+        journal = box.run(f"journalctl -u vllm@main --since=@{since} --no-pager -o cat")
+        named = {code for code in codes if code in journal}
+        time.sleep(1)
+    return named
+
+
 def test_systemd_is_pid_1_and_the_lane_runs_as_vllm(box1: Box, box2: Box) -> None:
     for box in (box1, box2):
         assert box.run("cat /proc/1/comm") == "systemd"
@@ -153,43 +170,58 @@ def test_missing_gpu_refuses_the_start_and_a_returned_one_lets_it_in(box1: Box) 
     box1.run(f"cat > /etc/nvml-sim/facts.json <<'EOF'\n{json.dumps(facts)}\nEOF")
     try:
         box1.run("systemctl restart --no-block vllm@main")
-        deadline = time.monotonic() + 60
-        journal = ""
-        while time.monotonic() < deadline and "too_few_gpus" not in journal:
-            journal = box1.run("journalctl -u vllm@main -n 20 --no-pager -o cat")
-            time.sleep(1)
-        assert "too_few_gpus" in journal
+        assert journal_names(box1, {"too_few_gpus"})
         assert box1.show("ActiveState") != "active"
     finally:
         box1.run(f"cat > /etc/nvml-sim/facts.json <<'EOF'\n{whole}\nEOF")
     assert box1.wait_answer()["model"] == "tiny"  # its own next try
 
 
+#: reason code by which a damage has to be named: what does it, and what mends it
+DAMAGE = {
+    "changed": (
+        f"cp -a {SITE_PACKAGES}/vllm/version.py /root/ && printf '#' >> {SITE_PACKAGES}/vllm/version.py",
+        f"mv /root/version.py {SITE_PACKAGES}/vllm/version.py",
+    ),
+    "import_shadowed": (f"mkdir -p {SHADOW} && touch {SHADOW}/__init__.py", f"rm -rf {SHADOW}"),
+    "shm_too_small": ("mount -o remount,size=32m /dev/shm", "mount -o remount,size=1g /dev/shm"),
+    "headers_missing": (
+        "mv /usr/include/python3.11/Python.h /root/",
+        "mv /root/Python.h /usr/include/python3.11/",
+    ),
+    "disk_full": (
+        f"mount -t tmpfs -o size=80m,uid=$(id -u vllm) lab {CACHE} && fallocate -l 60m {CACHE}/x",
+        f"umount {CACHE}",
+    ),
+}
+
+
 def test_verify_changes_nothing_and_names_box_check_and_fix(box1: Box) -> None:
+    """Each damage is named by verify.yml, stops a play before the running lane, and refuses the unit's next start."""
     good = play("playbooks/verify.yml")
     assert good.status == 0, good.text[-3000:]
     assert good.changed == {"box1": 0, "box2": 0}
-    site = "/opt/vllm-fleet/engines/vllm-0.32.0-cpu/venv/lib/python3.11/site-packages"
-    workdir = "/var/lib/vllm-fleet/lanes/main"
     pid = box1.pid()
-    box1.run(f"cp -a {site}/vllm/version.py /root/version.py && printf '#' >> {site}/vllm/version.py")
-    box1.run(f"mkdir -p {workdir}/vllm && touch {workdir}/vllm/__init__.py")
-    box1.run("mount -o remount,size=32m /dev/shm")
+    for harm, _ in DAMAGE.values():
+        box1.run(harm)
     try:
         bad = play("playbooks/verify.yml")
         assert bad.status != 0
-        for code in ("changed", "import_shadowed", "shm_too_small"):
+        for code in DAMAGE:
             assert re.search(rf"box1\s+main\s+fail\s+\w+\s+{code}\b", bad.text), (code, bad.text[-4000:])
-        # The same checks stop the unit's start, and a play does not disturb the lane that runs.
-        refused = box1.run("/opt/vllm-fleet/bin/vllm-fleet start-check main --json", check=False)
-        found = {item["reason"] for item in json.loads(refused)["results"] if item["status"] == "fail"}
-        assert {"changed", "import_shadowed", "shm_too_small"} <= found
+        assert "apt-get install python3.11-dev" in bad.text  # the fix, here of the missing header
+        assert bad.changed["box1"] == 0
         assert play(*SITE).failed["box1"] == 1
         assert box1.pid() == pid
+        assert box1.complete()["model"] == "tiny"
+        box1.run("systemctl restart --no-block vllm@main")
+        assert journal_names(box1, {*DAMAGE}) == {*DAMAGE}
+        assert box1.show("ActiveState") != "active"
     finally:
-        box1.run(
-            f"mv /root/version.py {site}/vllm/version.py; rm -rf {workdir}/vllm; mount -o remount,size=1g /dev/shm"
-        )
+        box1.run("systemctl stop vllm@main")
+        box1.run("; ".join(mend for _, mend in DAMAGE.values()))
+        box1.run("systemctl reset-failed vllm@main; systemctl restart --no-block vllm@main")
+    assert box1.wait_answer()["model"] == "tiny"
     assert play("playbooks/verify.yml").status == 0
 
 
@@ -198,12 +230,7 @@ def test_occupied_port_refuses_the_start(box2: Box) -> None:
     box2.run(f"cd / && systemd-run -q --unit=squatter python3 -m http.server 8000 --bind {box2.address}")
     try:
         box2.run("systemctl start --no-block vllm@main")
-        deadline = time.monotonic() + 60
-        journal = ""
-        while time.monotonic() < deadline and "port_occupied" not in journal:
-            journal = box2.run("journalctl -u vllm@main -n 20 --no-pager -o cat")
-            time.sleep(1)
-        assert "port_occupied" in journal
+        assert journal_names(box2, {"port_occupied"})
     finally:
         box2.run("systemctl stop squatter; systemctl reset-failed vllm@main; systemctl restart --no-block vllm@main")
     assert box2.wait_answer()["model"] == "tiny"
