@@ -26,7 +26,6 @@ def find(lane: Optional[str], python: Optional[str], root: str = "/") -> EngineP
 
     :raises UsageError: ``unknown_lane``, ``which_engine`` or ``no_python``.
     """
-    env: Mapping[str, str] = {}
     if python is None:
         installed = names(root)
         if lane is None and len(installed) != 1:
@@ -36,7 +35,15 @@ def find(lane: Optional[str], python: Optional[str], root: str = "/") -> EngineP
                 "name one with --lane, or an interpreter with --python",
             )
         data = load(lane or installed[0], root)
-        python, env = data["engine"]["python"], data["env"]
+        return use(data["engine"]["python"], data["env"], root)
+    return use(python, {}, root)
+
+
+def use(python: str, env: Mapping[str, str], root: str = "/") -> EnginePython:
+    """Return an interpreter with the variables that it is to run under, as the service user where that can be.
+
+    :raises UsageError: ``no_python``.
+    """
     if not os.access(python, os.X_OK):
         raise UsageError("no_python", f"{python} can't be executed", "install the engine, or name another --python")
     account = host.user(SERVICE_USER, root)

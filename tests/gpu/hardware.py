@@ -7,8 +7,8 @@ import os
 import tempfile
 from typing import Any
 
-from vllm_fleet import engine_python, p2p_runner, verdict, verdict_store
-from vllm_fleet.commands import p2p_check, probe
+from vllm_fleet import engine_python, p2p_proof, p2p_runner, verdict, verdict_store
+from vllm_fleet.commands import probe
 from vllm_fleet.facts import collect, smi
 from vllm_fleet.topology import decide
 
@@ -90,7 +90,7 @@ class Links:
 
     def __init__(self, facts: Facts, engine: engine_python.EnginePython, tensor_parallel: int) -> None:
         self.facts, self.tensor_parallel = facts, tensor_parallel
-        self.pairs = p2p_check.choose(facts, "")
+        self.pairs = p2p_proof.choose(facts, "")
         self.launcher = p2p_runner.Launcher(engine, engine_python.devices(facts), pair_s=30.0)
 
     def _require(self) -> None:
@@ -104,12 +104,12 @@ class Links:
         if fault:
             os.environ[_FAULT] = fault
         try:
-            return p2p_check.run_pairs(self.launcher, pairs)
+            return p2p_proof.run_pairs(self.launcher, pairs)
         finally:
             os.environ.pop(_FAULT, None)
 
     def _document(self, results: dict[str, Any]) -> verdict.Verdict:
-        return p2p_check.document(verdict.bound(self.facts) or {}, self.facts, results)
+        return p2p_proof.document(verdict.bound(self.facts) or {}, self.facts, results)
 
     def _decide(self, facts: Facts, p2p: str) -> dict[str, Any]:
         decision: dict[str, Any] = decide(facts, {"tensor_parallel": self.tensor_parallel, "p2p": p2p})

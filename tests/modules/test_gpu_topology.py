@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
-import ansible.module_utils
 import pytest
 
-from tests import simulator
+from tests import in_process, simulator
 from tests.unit.preflight_fixtures import LANE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -68,21 +66,10 @@ def test_through_ansible(tmp_path: Path) -> None:
     assert (none["changed"], none["reason"], none["facts"]) == (False, "no_gpu_lanes", None)
 
 
-class Exit(Exception):
-    pass
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module in this process, with its state below a temporary root."""
-    monkeypatch.setattr(
-        ansible.module_utils, "__path__", [*ansible.module_utils.__path__, str(REPOSITORY / "module_utils")]
-    )
-    spec = importlib.util.spec_from_file_location("gpu_topology", REPOSITORY / "library/gpu_topology.py")
-    assert spec
-    assert spec.loader
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    loaded = in_process.load("gpu_topology", monkeypatch)
     start = loaded.start
     facts = simulator.box("box1")
     root = str(tmp_path)
@@ -93,27 +80,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(start, "live_facts", lambda *args, **kwargs: facts)
 
     def run(check: bool = False, **params: Any) -> Dict[str, Any]:
-        outcome: Dict[str, Any] = {}
-
-        class Module:
-            def __init__(self, argument_spec: Dict[str, Any], supports_check_mode: bool) -> None:
-                assert supports_check_mode
-                self.check_mode = check
-                self.params = {name: entry.get("default") for name, entry in argument_spec.items()}
-                self.params.update(params)
-
-            def exit_json(self, **answer: Any) -> None:
-                outcome.update(answer)
-                raise Exit
-
-            def fail_json(self, **answer: Any) -> None:
-                outcome.update(answer, failed=True)
-                raise Exit
-
-        monkeypatch.setattr(loaded, "AnsibleModule", Module)
-        with pytest.raises(Exit):
-            loaded.main()
-        return outcome
+        return in_process.run(loaded, monkeypatch, check, **params)
 
     run.facts = facts  # type: ignore[attr-defined]
     run.file = tmp_path / "var/lib/vllm-fleet/decisions/main.json"  # type: ignore[attr-defined]
@@ -199,13 +166,10 @@ def test_a_state_directory_that_cannot_be_written(module: Any, tmp_path: Path) -
     assert (answer["failed"], answer["reason"]) == (True, "write_failed")
 
 
-def test_the_documentation_matches_the_arguments(module: Any) -> None:
+def test_the_documentation_matches_the_arguments(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import yaml
 
-    spec = importlib.util.spec_from_file_location("gpu_topology_doc", REPOSITORY / "library/gpu_topology.py")
-    assert spec
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)  # type: ignore[union-attr]
+    loaded = in_process.load("gpu_topology", monkeypatch)
     options = yaml.safe_load(loaded.DOCUMENTATION)["options"]
     assert set(options) == {"lanes", "driver_timeout", "fail_on_refusal"}
     returned = set(yaml.safe_load(loaded.RETURN))

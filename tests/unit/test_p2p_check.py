@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from vllm_fleet import engine_python, p2p_runner, verdict, verdict_store
+from vllm_fleet import engine_python, p2p_proof, p2p_runner, verdict, verdict_store
 from vllm_fleet.commands import p2p_check
 from vllm_fleet.errors import RefusedError, UsageError
 
@@ -46,7 +46,7 @@ def leftovers():
 
 
 def test_equal_values_pass(launcher):
-    results = p2p_check.run_pairs(launcher, ["0-2", "1-3", "0-3"])
+    results = p2p_proof.run_pairs(launcher, ["0-2", "1-3", "0-3"])
     assert {pair: result["status"] for pair, result in results.items()} == {"0-2": "pass", "1-3": "pass", "0-3": "pass"}
     arms = results["0-2"]["arms"]
     assert set(arms["control"]["milliseconds"]) == set(arms["found"]["milliseconds"]) == {"16", "4096"}
@@ -55,7 +55,7 @@ def test_equal_values_pass(launcher):
 
 def test_one_wrong_value_fails_the_pair(launcher, monkeypatch):
     monkeypatch.setenv("VLLM_FLEET_P2P_TEST_FAULT", "corrupt")
-    result = p2p_check.run_pairs(launcher, ["1-3"])["1-3"]
+    result = p2p_proof.run_pairs(launcher, ["1-3"])["1-3"]
     assert (result["status"], result["reason"]) == ("fail", "wrong_data")
     assert "1 of 4096 values differ" in result["message"]
     assert result["arms"]["control"]["outcome"] == "equal"
@@ -64,7 +64,7 @@ def test_one_wrong_value_fails_the_pair(launcher, monkeypatch):
 def test_a_hang_ends_at_the_limit_and_leaves_nobody_behind(launcher, monkeypatch):
     monkeypatch.setenv("VLLM_FLEET_P2P_TEST_FAULT", "hang")
     started = time.monotonic()
-    results = p2p_check.run_pairs(launcher, ["0-2", "1-3"])
+    results = p2p_proof.run_pairs(launcher, ["0-2", "1-3"])
     assert {(result["status"], result["reason"]) for result in results.values()} == {("fail", "hang")}
     assert time.monotonic() - started < 2 * launcher.pair_s + 3 * launcher.start_s
     assert leftovers() == []
@@ -74,7 +74,7 @@ def test_a_killed_rank_proves_nothing_and_is_not_waited_for(launcher, monkeypatc
     monkeypatch.setenv("VLLM_FLEET_P2P_TEST_FAULT", "killed")
     launcher = launcher._replace(pair_s=30)
     started = time.monotonic()
-    results = p2p_check.run_pairs(launcher, ["0-2", "1-3"])
+    results = p2p_proof.run_pairs(launcher, ["0-2", "1-3"])
     assert {(result["status"], result["reason"]) for result in results.values()} == {("inconclusive", "killed")}
     assert "SIGKILL" in results["0-2"]["message"]
     assert time.monotonic() - started < launcher.pair_s
@@ -90,7 +90,7 @@ def stand_in(monkeypatch):
 
 def test_a_collective_that_raises_fails_with_its_words(stand_in):
     env = {"FAKE_TORCH_REDUCE": "fail"}
-    results = p2p_check.run_pairs(stand_in._replace(engine=stand_in.engine._replace(env=env)), ["0-1", "1-2"])
+    results = p2p_proof.run_pairs(stand_in._replace(engine=stand_in.engine._replace(env=env)), ["0-1", "1-2"])
     assert {(result["status"], result["reason"]) for result in results.values()} == {("fail", "error")}
     assert "NCCL error: unhandled system error" in results["0-1"]["message"]
 
@@ -100,14 +100,14 @@ def test_a_collective_that_raises_fails_with_its_words(stand_in):
 )
 def test_a_torch_that_does_not_load_proves_nothing(stand_in, mode, words):
     env = {"FAKE_TORCH_IMPORT": mode}
-    result = p2p_check.run_pairs(stand_in._replace(engine=stand_in.engine._replace(env=env)), ["0-1"])["0-1"]
+    result = p2p_proof.run_pairs(stand_in._replace(engine=stand_in.engine._replace(env=env)), ["0-1"])["0-1"]
     assert (result["status"], result["reason"]) == ("inconclusive", "control_failed")
     assert words in result["message"]
 
 
 def test_no_interpreter_proves_nothing(stand_in):
     engine = stand_in.engine._replace(python="/nowhere/python")
-    result = p2p_check.run_pairs(stand_in._replace(engine=engine), ["0-1"])["0-1"]
+    result = p2p_proof.run_pairs(stand_in._replace(engine=engine), ["0-1"])["0-1"]
     assert result["status"] == "inconclusive"
     assert "/nowhere/python: No such file" in result["message"]
 
@@ -130,14 +130,14 @@ def facts():
 
 
 def test_only_pairs_with_a_grant_are_worth_a_test():
-    assert p2p_check.choose(facts(), None) == ["0-2", "1-3"]
-    assert p2p_check.choose(facts(), "3-1, 0-1,1-3") == ["1-3", "0-1"]
+    assert p2p_proof.choose(facts(), None) == ["0-2", "1-3"]
+    assert p2p_proof.choose(facts(), "3-1, 0-1,1-3") == ["1-3", "0-1"]
 
 
 @pytest.mark.parametrize("text", ["0-4", "0", "x-y", "0-0", "-", ","])
 def test_pairs_that_are_none(text):
     with pytest.raises(UsageError) as caught:
-        p2p_check.choose(facts(), text)
+        p2p_proof.choose(facts(), text)
     assert caught.value.reason == "bad_pairs"
 
 
@@ -155,14 +155,14 @@ def test_pairs_that_are_none(text):
 def test_a_card_in_use_is_left_alone(change, reason):
     box = facts()
     box["gpus"][2].update(change)
-    assert p2p_check._unfit(box, "0-2").get("reason") == reason
+    assert p2p_proof._unfit(box, "0-2").get("reason") == reason
 
 
 @pytest.fixture
 def box(tmp_path, monkeypatch):
     """The command on box1's facts, with its state below a temporary root."""
     monkeypatch.setattr(p2p_check.collect, "read", lambda: state["facts"])
-    monkeypatch.setattr(p2p_check.start, "forget_stale_links", lambda facts: [])
+    monkeypatch.setattr(p2p_proof.start, "forget_stale_links", lambda facts: [])
     for name in ("load", "save"):
         original = getattr(verdict_store, name)
         monkeypatch.setattr(verdict_store, name, lambda *args, original=original: original(*args, str(tmp_path)))
