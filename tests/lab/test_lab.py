@@ -225,6 +225,24 @@ def test_verify_changes_nothing_and_names_box_check_and_fix(box1: Box) -> None:
     assert play("playbooks/verify.yml").status == 0
 
 
+def test_links_are_proven_by_play(box1: Box) -> None:
+    """With the lane stopped for it and started again; the transfers are real, between processes instead of cards."""
+    proof = ("playbooks/prove_p2p.yml", "-l", "box1", "-e", "prove_p2p_backend=gloo")
+    pid = box1.pid()
+    try:
+        done = play(*proof, "-e", "prove_p2p_stop=true")
+        assert done.status == 0, done.text[-3000:]
+        for pair in ("0-2", "1-3"):
+            assert re.search(rf"^box1 pass +values_equal: GPUs {pair}", done.text, re.M), done.text[-3000:]
+        assert box1.pid() != pid
+        assert box1.complete()["model"] == "tiny"
+        again = play(*proof)
+        assert again.changed == {"box1": 0}
+        assert "still_valid" in again.text
+    finally:
+        box1.run("rm -f /var/lib/vllm-fleet/verdicts/p2p.json")
+
+
 def test_occupied_port_refuses_the_start(box2: Box) -> None:
     box2.run("systemctl stop vllm@main")
     box2.run(f"cd / && systemd-run -q --unit=squatter python3 -m http.server 8000 --bind {box2.address}")
