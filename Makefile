@@ -4,7 +4,7 @@ LAB = .venv/bin/python -m lab
 PARTS = .venv/bin/python -m tests.parts
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test-gpu test-drivers test lock
+.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test-gpu test-drivers engine-lock test-engines test lock
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ test: env  ## all of it, cheapest first: what CI runs (40 min)
 
 test-drivers: env  ## the NVIDIA driver from Debian, really: packages, DKMS build, holds, fences, drift check; not part of test (15 min)
 	@$(PARTS) drivers
+
+engine-lock: env  ## an engine's wheels with their hashes: make engine-lock E=ENGINE [R=requirements.txt of its release] (1 min)
+	@$(LAB) engine-lock $(E) $(if $(R),--requirements $(R))
+
+test-engines: env  ## engines in the lab: a build from a git tree, wrong bytes, one build for two boxes, rollback (20 min)
+	@$(PARTS) engines
 
 lock: env  ## requirements.lock from pyproject.toml
 	@.venv/bin/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 --generate-hashes \

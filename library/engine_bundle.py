@@ -78,6 +78,8 @@ reason:
   sample: bundled
 """
 
+import contextlib
+import gzip
 import os
 import shutil
 import subprocess
@@ -133,16 +135,24 @@ def same(source, target):
 
 
 def pack_project(project, target):
-    """Pack the tracked files of the checkout."""
+    """Pack the tracked files of the checkout; the same files give the same bytes."""
     listed = subprocess.run(["git", "-C", project, "ls-files", "-z"], capture_output=True, text=True, check=False)
     if listed.returncode:
         raise RefusedError("not_a_checkout", f"{project} is no git checkout: {listed.stderr.strip()}")
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    with tarfile.open(target + ".part", "w:gz", compresslevel=6) as archive:
-        for name in sorted(filter(None, listed.stdout.split("\0"))):
+
+    def plain(entry):
+        entry.uid = entry.gid = entry.mtime = 0
+        entry.uname = entry.gname = "root"
+        return entry
+
+    names = sorted(filter(None, listed.stdout.split("\0")))
+    with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(open(target, "wb"))
+        packed = stack.enter_context(gzip.GzipFile("", "wb", fileobj=raw, mtime=0))
+        archive = stack.enter_context(tarfile.open(fileobj=packed, mode="w"))
+        for name in names:
             if os.path.lexists(os.path.join(project, name)):
-                archive.add(os.path.join(project, name), os.path.join("vllm-fleet", name))
-    os.replace(target + ".part", target)
+                archive.add(os.path.join(project, name), os.path.join("vllm-fleet", name), filter=plain)
 
 
 def controller_wheels(project, target):
@@ -186,7 +196,10 @@ def main():
         # in check mode nothing was collected, so what is not there yet is only named
         names = [] if module.check_mode else wanted_files(cache, params["engines"])
         added = [name for name in names if not same(os.path.join(cache, name), os.path.join(dest, name))]
-        if not os.path.exists(os.path.join(dest, PROGRAM)) or added:
+        program = os.path.join(module.tmpdir, "vllm-fleet.tar.gz")
+        pack_project(project, program)
+        there = os.path.join(dest, PROGRAM)
+        if not os.path.exists(there) or source_files.sha256(there) != source_files.sha256(program):
             added.append(PROGRAM)
         if added and not module.check_mode:
             os.makedirs(dest, exist_ok=True)
@@ -194,10 +207,7 @@ def main():
             if os.stat(cache).st_dev != os.stat(dest).st_dev:
                 engines.check_room(needed, shutil.disk_usage(dest).free, "the bundle", dest)
             for name in added:
-                if name == PROGRAM:
-                    pack_project(project, os.path.join(dest, name))
-                else:
-                    bring(os.path.join(cache, name), os.path.join(dest, name))
+                bring(program if name == PROGRAM else os.path.join(cache, name), os.path.join(dest, name))
             if params["controller"]:
                 controller_wheels(project, os.path.join(dest, "program", "wheels"))
             size = write_sums(dest)

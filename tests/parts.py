@@ -35,6 +35,10 @@ PARTS = {
     "gpu": {"make the lab": ["python", "-m", "lab", "up"], "pytest": ["pytest", "-s", "tests/lab/test_gpu_lane.py"]},
     # compiles a driver's module: too long for every run, so ``test`` leaves it out
     "drivers": {"nvidia_driver": ["molecule", "test", "--scenario-name", "nvidia_driver"]},
+    "engines": {
+        "make the lab": ["python", "-m", "lab", "up"],
+        "pytest": ["pytest", "-s", "-v", "tests/engines"],
+    },
     "lab": {"make the lab": ["python", "-m", "lab", "up"], "pytest": ["pytest", "tests/lab"]},
 }
 

@@ -98,7 +98,6 @@ def test_a_build_that_was_killed_is_joined_and_happens_once(fleet: Fleet, boxes:
     output = first.communicate(timeout=1200)[0]
     assert second.status == 0, second.text[-3000:]
     assert first.returncode == 0, output[-3000:]
-    box1, box2 = boxes
     manifests = [json.loads(box.run(f"cat {ROOT_ON_BOX}/manifest.json")) for box in boxes]
     assert manifests[0] == manifests[1], "both boxes have the one build"
     manifest = manifests[0]
@@ -144,8 +143,8 @@ def test_one_wrong_byte_in_a_product_is_found_before_a_flip_and_at_a_start(
 ) -> None:
     box, product = boxes[0], f"{ROOT_ON_BOX}/tree/vllm/_C.abi3.so"
     pid = box.pid()
-    change = f"cp -p {product} /root/product && cp -p {product} {product}.new && printf x >> {product}.new && mv {product}.new {product}"
-    box.run(change)
+    box.run(f"cp -p {product} /root/product && cp -p {product} {product}.new")
+    box.run(f"printf x >> {product}.new && mv {product}.new {product}")
     try:
         done = fleet.play("site.yml", "-l", "box1")
         assert done.failed["box1"] == 1

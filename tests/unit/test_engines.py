@@ -151,6 +151,16 @@ def test_plan_of_the_public_release_names_every_pin() -> None:
     assert found["interpreter"] == "/usr/bin/python3.13"
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "catalog" / "engines").glob("*.yml")))
+def test_every_engine_of_the_catalog_can_be_built_from_its_lock(name: str) -> None:
+    entry = catalog.load(str(ROOT / "catalog")).engine(name)
+    lock = ROOT / "catalog" / "engines" / f"{name}.lock"
+    if entry["route"] == "vendor":
+        assert not lock.exists()
+    else:
+        assert engines.inputs(entry, str(lock), lock.read_text())["digest"]
+
+
 def test_interpreter_that_was_given() -> None:
     given = {"3.11": "/opt/python/bin/python3.11"}
     assert engines.inputs(entry_of(), "x.lock", LOCK, given)["interpreter"] == given["3.11"]
