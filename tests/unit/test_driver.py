@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_fleet import checks
+from vllm_fleet import checks, cli
 from vllm_fleet.driver import codes, generations, names, plan, power, state, verify
 from vllm_fleet.errors import FleetError, RefusedError, UsageError
 from vllm_fleet.facts import driver as adapter
-from vllm_fleet.facts import packages
+from vllm_fleet.facts import driver_live, packages
+from vllm_fleet.facts import power as power_adapter
 
 from tests.unit import driver_fixtures as given
 
@@ -167,19 +169,6 @@ def test_another_module_of_the_same_version_needs_a_reboot_too():
 
 
 # --- the adapter ----------------------------------------------------------------------------------------------------
-
-
-def test_dkms_status_of_both_generations_of_dkms():
-    text = (
-        "nvidia, 470.82.01, 5.10.0-9-amd64, x86_64: installed\n"
-        "nvidia-current/535.309.01, 6.1.0-57-amd64, x86_64: installed (WARNING! Diff between built and installed)\n"
-        "nvidia/580.1: added\n"
-    )
-    assert adapter.parse_dkms(text) == [
-        {"module": "nvidia", "version": "470.82.01", "kernel": "5.10.0-9-amd64", "status": "installed"},
-        {"module": "nvidia-current", "version": "535.309.01", "kernel": "6.1.0-57-amd64", "status": "installed"},
-        {"module": "nvidia", "version": "580.1", "kernel": None, "status": "added"},
-    ]
 
 
 EFI = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
@@ -571,3 +560,69 @@ def test_limits_that_are_refused_before_one_is_set(limits, reason):
         power.changes(limits, CARDS)
     assert caught.value.reason == reason
     assert isinstance(caught.value, FleetError)
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(monkeypatch):
+    """Let the program see a box that a test makes."""
+
+    def show(box: dict[str, Any], cards: Any = None, log: Any = ()) -> None:
+        monkeypatch.setattr(
+            driver_live, "read", lambda timeout=20.0: (box, given.topology() if cards is None else cards)
+        )
+        monkeypatch.setattr(driver_live, "kernel_log", lambda: log)
+
+    return show
+
+
+def test_the_program_prints_one_object_and_its_status_says_whether_it_is_well(live, capsys):
+    live(given.facts())
+    assert cli.main(["driver", "--json", "--version", given.VERSION, "--gpus", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["driver"]["loaded"]) == ("pass", given.VERSION)
+    assert cli.main(["driver", "--json", "--gpus", "4"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "fail"
+
+
+def test_a_person_reads_the_versions_and_the_way_out(live, capsys):
+    live(given.facts(userland="535.400.01", kernels=[given.kernel(version="535.400.01")]))
+    assert cli.main(["driver"]) == 1
+    out = capsys.readouterr().out
+    assert "reboot due:  yes (loaded_differs)" in out
+    assert "fix: drain the box and reboot it" in out
+
+
+def test_the_drift_check_leaves_its_result_also_when_something_fails(live, capsys, tmp_path):
+    target = tmp_path / "drift.json"
+    live(given.facts(), log=["NVRM: GPU at 0000:01:00.0 has fallen off the bus", "GPU has fallen off the bus."])
+    assert cli.main(["drift-check", "--result", str(target)]) == 1
+    found = json.loads(target.read_text())
+    assert found["status"] == "fail" and found["schema"] == 1
+    assert "gpu_fell_off_bus" in codes_of(found)
+    live(given.facts(), log=["nothing of note"])
+    assert cli.main(["drift-check", "--result", str(target)]) == 0
+    assert json.loads(target.read_text())["status"] == "pass"
+
+
+def codes_of(report: dict[str, Any]) -> set[str]:
+    return {item["reason"] for item in report["results"]}
+
+
+def test_power_limits_are_set_once(monkeypatch, capsys, tmp_path):
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(power_adapter, "read", lambda: CARDS)
+    monkeypatch.setattr(power_adapter, "write", lambda uuid, milliwatts: asked.append((uuid, milliwatts)))
+    limits = tmp_path / "limits.json"
+    limits.write_text('{"all": 280}')
+    assert cli.main(["power-limits", "--file", str(limits), "--check"]) == 0
+    assert asked == []
+    assert cli.main(["power-limits", "--file", str(limits)]) == 0
+    assert asked == [("GPU-0abc", 280000), ("GPU-1abc", 280000)]
+    limits.write_text("{}")
+    assert cli.main(["power-limits", "--file", str(limits)]) == 0
+    limits.write_text("[1]")
+    assert cli.main(["power-limits", "--file", str(limits)]) == 2
+    assert "bad_power_limits" in capsys.readouterr().err

@@ -424,6 +424,23 @@ CASES: List[Tuple[str, Change, str, str, str]] = [
     ),
     ("driver_cuda", facts(driver_cuda=None), "driver_cuda_unknown", "unknown", ""),
     ("nouveau", facts(), "nouveau_absent", "pass", ""),
+    ("driver_next_boot", facts(), "next_boot_ok", "pass", "6.1.0-57-amd64"),
+    (
+        "driver_next_boot",
+        facts(driver__reboot_required=True, driver__reasons=["loaded_differs"]),
+        "reboot_due",
+        "warn",
+        "",
+    ),
+    (
+        "driver_next_boot",
+        facts(driver__next_boot=None, driver__reboot_blocked=["next_boot_module_missing"]),
+        "next_boot_without_driver",
+        "warn",
+        "none",
+    ),
+    ("driver_next_boot", facts(driver__reboot_blocked=["next_boot_unknown"]), "next_boot_unknown", "unknown", ""),
+    ("driver_next_boot", facts(driver=None), "next_boot_unknown", "unknown", ""),
     ("nouveau", facts(kernel_modules=["nouveau", "ttm"]), "nouveau_loaded", "fail", "nouveau"),
     ("nouveau", facts(topology__extra={"pci": [{"bus_id": "0", "driver": "nouveau"}]}), "nouveau_loaded", "fail", ""),
     (

@@ -35,7 +35,7 @@ def read(root: str = "/") -> Dict[str, Any]:
      "pci": [{"bus_id", "device", "driver"}], "claimed": [bus ids], "nvswitch": bool,
      "nouveau_blocked": bool, "secure_boot": True | False | None, "mok_enrolled": True | False | None}
     """
-    releases = kernel_releases(root)
+    releases, signed_only = kernel_releases(root), secure_boot(root)
     return {
         "running_kernel": (read_text(under(root, "/proc/sys/kernel/osrelease")) or "").strip() or None,
         "kernels": [
@@ -46,13 +46,12 @@ def read(root: str = "/") -> Dict[str, Any]:
         "loaded": sysfs.nvidia_module(root),
         "modules_readable": read_text(under(root, "/proc/modules")) is not None,
         "userland": nvml.library_version() if root == "/" else None,
-        "dkms": dkms_status() if root == "/" else None,
         "pci": sysfs.pci_gpus(sysfs.NVIDIA, root),
         "claimed": sorted(sysfs.nvidia_cards(root)),
         "nvswitch": nvswitch(root),
         "nouveau_blocked": nouveau_blocked(root),
-        "secure_boot": secure_boot(root),
-        "mok_enrolled": mok_enrolled() if root == "/" else None,
+        "secure_boot": signed_only,
+        "mok_enrolled": mok_enrolled() if signed_only and root == "/" else None,
     }
 
 
@@ -117,25 +116,6 @@ def boot_choice(root: str = "/") -> Dict[str, Optional[str]]:
         "next_entry": stored.get("next_entry") or None,
         "symlink": os.path.basename(os.readlink(link))[len("vmlinuz-") :] if os.path.islink(link) else None,
     }
-
-
-def parse_dkms(text: str) -> List[Dict[str, Optional[str]]]:
-    """Return the lines of ``dkms status``, of DKMS 2 (``nvidia, 535.1, 6.1, x86_64: installed``) and 3 (``nvidia/…``).
-
-    A module that is only added has no kernel; a warning in parentheses behind the status is left out.
-    """
-    found = []
-    for line in text.splitlines():
-        match = re.match(r"([\w.-]+)(?:/|, )([^,:\s]+)(?:, ([^,\s]+), [^:]+)?:\s*(\w+)", line)
-        if match:
-            found.append(dict(zip(("module", "version", "kernel", "status"), match.groups())))
-    return found
-
-
-def dkms_status() -> Optional[List[Dict[str, Optional[str]]]]:
-    """Return the NVIDIA lines of ``dkms status``; empty without them, ``None`` when DKMS is absent or fails."""
-    status, output = run(["dkms", "status"], timeout=30.0)
-    return [item for item in parse_dkms(output) if "nvidia" in str(item["module"])] if status == 0 else None
 
 
 def nvswitch(root: str = "/") -> bool:

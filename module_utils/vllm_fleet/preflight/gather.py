@@ -7,7 +7,8 @@ import os
 from typing import Any, Dict, List, Optional
 
 from .. import checkpoint_pass, checks, products_pass
-from ..facts import checkpoint_dir, engine_dir, host, ports, toolchain
+from ..driver import state
+from ..facts import checkpoint_dir, driver, engine_dir, host, ports, toolchain
 from .registry import Box, Lane, with_gpu, with_toolchain
 from .serving import in_unit
 
@@ -26,7 +27,17 @@ def read_box(facts: Optional[Dict[str, Any]], root: str = "/") -> Dict[str, Any]
         if modules is None
         else [line.split()[0] for line in modules.splitlines() if line.strip()],
         "shared_memory": host.shared_memory(root),
+        "driver": _driver(facts, root),
     }
+
+
+def _driver(facts: Optional[Dict[str, Any]], root: str) -> Optional[Dict[str, Any]]:
+    """Return how the driver stands, with the versions that the topology facts have read already."""
+    if facts is None or facts["vendor"] != "nvidia":
+        return None
+    found = driver.read(root)
+    found["userland"], found["loaded"]["version"] = facts["driver"]["userland"], facts["driver"]["loaded"]
+    return state.assess(found)
 
 
 def read_lane(

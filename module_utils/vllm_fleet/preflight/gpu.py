@@ -117,6 +117,34 @@ def driver_match(lane: Lane, box: Box) -> List[Finding]:
 
 
 @check(
+    "driver_next_boot",
+    {
+        "next_boot_ok": ok("the next boot brings the driver up as it is now"),
+        "reboot_due": warn("a reboot is due, and the next boot has the module"),
+        "next_boot_without_driver": warn(
+            "the next boot would come up without the driver: don't reboot before it is solved"
+        ),
+        "next_boot_unknown": unknown("which kernel boots next, or its module, could not be read", absent=True),
+    },
+    applies=with_nvidia,
+)
+def driver_next_boot(lane: Lane, box: Box) -> List[Finding]:
+    """The kernel that boots next has the driver's module, of the version that is installed. The lane starts without it;
+    the box would not come back from a power cut."""
+    found = box["driver"]
+    blocked = found["reboot_blocked"] if found else ["next_boot_unknown"]
+    if not found or "next_boot_unknown" in blocked:
+        return [Finding("next_boot_unknown", "which kernel boots next, or its module, could not be read")]
+    text = f"kernel {found['next_kernel']} boots next, module {found['next_boot'] or 'none'}"
+    if blocked:
+        needed = f"the module {found['installed'] or 'of the driver'} for that kernel"
+        return [Finding("next_boot_without_driver", text, needed, "vllm-fleet driver says what to do; don't reboot")]
+    if found["reboot_required"]:
+        return [Finding("reboot_due", f"{', '.join(found['reasons'])}; {text}", "", "drain the box and reboot it")]
+    return [Finding("next_boot_ok", text)]
+
+
+@check(
     "driver_cuda",
     {
         "driver_cuda_ok": ok("the driver's CUDA release is new enough"),
