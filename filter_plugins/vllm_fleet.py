@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import catalog, engine_args, engines, fleet_report, haproxy, profile, render  # noqa: E402
+from vllm_fleet import catalog, engine_args, engines, fleet_report, haproxy, profile, render, rollout  # noqa: E402
 from vllm_fleet.errors import FleetError  # noqa: E402
 
 
@@ -86,6 +86,11 @@ class FilterModule:
             "vllm_fleet_verify_rows": _readable(verify_rows),
             "vllm_fleet_verify_text": _readable(fleet_report.verify_text),
             "vllm_fleet_lint": _readable(lint_lane),
+            "vllm_fleet_rollout_plan": _readable(rollout.plan),
+            "vllm_fleet_rollout_back": _readable(rollout.way_back),
+            "vllm_fleet_rollout_alone": _readable(rollout.alone),
+            "vllm_fleet_rollout_spent": _readable(rollout.spent),
+            "vllm_fleet_rollout_table": _readable(rollout.table),
             "vllm_fleet_pools": _readable(haproxy.pools),
             "vllm_fleet_haproxy_quoted": _readable(haproxy.quoted),
         }

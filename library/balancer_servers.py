@@ -71,12 +71,17 @@ servers:
   type: list
   elements: dict
   sample:
-    - {pool: tiny, server: "box1:main", admin: drain, up: true, in_flight: 2, in_rotation: false}
+    - {pool: tiny, server: "box1:main", admin: drain, up: true, in_flight: 2, errors: 0, in_rotation: false}
 in_flight:
   description: Requests of all those servers.
   returned: always
   type: int
   sample: 2
+errors:
+  description: Answers with an error, or broken off, that clients got from those servers since HAProxy started.
+  returned: always
+  type: int
+  sample: 0
 unknown:
   description: Names that the balancer does not know.
   returned: always
@@ -169,7 +174,14 @@ def main():
     params = module.params
     if not os.path.exists(params["socket"]) and not os.path.exists(PROGRAM):
         # What is not there sends requests to nobody.
-        nothing = {"servers": [], "in_flight": 0, "unknown": sorted(params["servers"]), "before": {}, "after": {}}
+        nothing = {
+            "servers": [],
+            "in_flight": 0,
+            "errors": 0,
+            "unknown": sorted(params["servers"]),
+            "before": {},
+            "after": {},
+        }
         module.exit_json(changed=False, reason="not_installed", diff={"before": {}, "after": {}}, **nothing)
     try:
         before, todo = apply(params, module.check_mode)
@@ -196,6 +208,7 @@ def main():
         changed=bool(todo),
         servers=rows,
         in_flight=sum(row["in_flight"] for row in rows),
+        errors=sum(row["errors"] for row in rows),
         unknown=sorted(set(params["servers"]) - set(after)),
         before=earlier,
         after=after,

@@ -40,8 +40,9 @@ def _number(text: str) -> int:
 def servers(stat: str, state: str) -> List[Dict[str, Any]]:
     """Join ``show stat`` and ``show servers state`` to one row for each server.
 
-    A row is ``{"pool", "server", "admin": "ready|drain|maint", "up": bool, "in_flight": n, "in_rotation": bool}``;
-    ``in_flight`` counts requests that the server has or that wait for it.
+    A row is ``{"pool", "server", "admin": "ready|drain|maint", "up": bool, "in_flight": n, "errors": n,
+    "in_rotation": bool}``; ``in_flight`` counts requests that the server has or that wait for it, ``errors`` the 5xx
+    answers and the broken ones that clients got since HAProxy started.
 
     :raises UsageError: ``bad_haproxy_answer`` when the texts are not what HAProxy prints.
     """
@@ -70,6 +71,8 @@ def servers(stat: str, state: str) -> List[Dict[str, Any]]:
                 "admin": admin,
                 "up": up,
                 "in_flight": _number(entry["scur"]) + _number(entry["qcur"]),
+                # What clients got from it: 5xx answers, and answers that broke off.
+                "errors": _number(entry["hrsp_5xx"]) + _number(entry["eresp"]),
                 "in_rotation": up and admin == "ready",
             }
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from .errors import UsageError
 from .schema import MapOf, Nullable, Record, Text, Where
@@ -45,3 +45,95 @@ def advance(
         "by": by,
         "lanes": kept,
     }
+
+
+def plan(stand: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
+    """Return what a box has to do: ``{"moving": lane names, "record": lane to from and to, "reason": code}``.
+
+    A lane moves when it would be restarted, or when an earlier rollout left it on its way. Where that one began is
+    where a failure goes back to: the release that is current now may never have answered.
+
+    :param stand: result of ``rollout_state``.
+    :param rows: the lanes of ``lane_activate`` in check mode.
+    """
+    begun = stand["after"].get("lanes", {}) if stand["unfinished"] else {}
+    open_lanes = set(begun) or {row["lane"] for row in rows} if stand["unfinished"] else set()
+    moving = [row for row in rows if row["restarted"] or row["lane"] in open_lanes]
+    record = {
+        row["lane"]: {"from": begun.get(row["lane"], {}).get("from") or row["before"], "to": row["after"]}
+        for row in moving
+    }
+    reasons = [row["reason"] for row in moving if row["restarted"]] + ["interrupted"]
+    return {
+        "moving": [row["lane"] for row in moving],
+        "record": record,
+        "reason": reasons[0] if moving else "as_wanted",
+    }
+
+
+def way_back(record: Mapping[str, Mapping[str, Any]]) -> List[Dict[str, str]]:
+    """Return the lanes that have a release to go back to, as ``lane_activate`` takes them."""
+    return [{"lane": lane, "release": str(ends["from"])} for lane, ends in sorted(record.items()) if ends["from"]]
+
+
+def alone(moving: Mapping[str, Sequence[str]], fleet: Mapping[str, Sequence[Mapping[str, Any]]]) -> List[str]:
+    """Return the lanes (``box:lane``) that nobody else can stand in for while they are down.
+
+    :param moving: box to the names of the lanes that move.
+    :param fleet: every box to its resolved lanes, those outside the play's limit too.
+    """
+    served: Dict[str, int] = {}
+    for lanes in fleet.values():
+        for lane in lanes:
+            served[lane["served_names"][0]] = served.get(lane["served_names"][0], 0) + 1
+    return [
+        f"{box}:{lane['lane']}"
+        for box in sorted(moving)
+        for lane in fleet.get(box, [])
+        if lane["lane"] in moving[box] and served[lane["served_names"][0]] == 1
+    ]
+
+
+#: what became of a box -> how it counts
+STATES = {
+    "unchanged": "good",
+    "changed": "good",
+    "ready": "open",  # prepared, its turn has not come
+    "preparing": "bad",  # was lost on the way
+    "changing": "bad",
+    "refused": "bad",
+    "unreachable": "bad",
+    "rolled_back": "bad",
+    "failed": "bad",
+}
+
+
+def spent(outcomes: Mapping[str, Mapping[str, Any]]) -> List[str]:
+    """Return the boxes that count against the failure budget."""
+    return sorted(box for box, outcome in outcomes.items() if STATES[outcome["state"]] == "bad")
+
+
+_MEANING = {
+    "ready": "untouched",
+    "preparing": "lost while it was prepared; it serves what it served",
+    "changing": "lost on its way; a rerun goes on there",
+}
+
+
+def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return where each box stands, as text with aligned columns."""
+    rows = [("box", "state", "out of rotation", "lanes", "message")]
+    for box in sorted(outcomes):
+        outcome = outcomes[box]
+        lanes = ", ".join(
+            f"{lane} {ends['from'] or 'none'} -> {ends['to']}"
+            for lane, ends in sorted(outcome.get("record", {}).items())
+        )
+        out = f"{outcome['out_s']} s" if outcome.get("out_s") is not None else "-"
+        message = str(outcome.get("message") or _MEANING.get(outcome["state"], "")).strip().split("\n")[0]
+        state = "untouched" if outcome["state"] == "ready" else outcome["state"]
+        rows.append((box, state, out, lanes or "-", message or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]).rstrip() for row in rows
+    )

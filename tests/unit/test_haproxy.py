@@ -24,9 +24,9 @@ def state(*servers: tuple[str, int, int]) -> str:
 
 def stat(*servers: tuple[str, int, int]) -> str:
     """Return ``show stat``: (name, queued, current requests)."""
-    lines = ["# pxname,svname,qcur,qmax,scur,smax,status", "edge,FRONTEND,,,9,9,OPEN"]
-    lines += [f"tiny,{name},{queued},0,{current},5,UP" for name, queued, current in servers]
-    return "\n".join([*lines, "tiny,BACKEND,0,0,9,9,UP"])
+    lines = ["# pxname,svname,qcur,qmax,scur,smax,status,eresp,hrsp_5xx", "edge,FRONTEND,,,9,9,OPEN,,5"]
+    lines += [f"tiny,{name},{queued},0,{current},5,UP,1,2" for name, queued, current in servers]
+    return "\n".join([*lines, "tiny,BACKEND,0,0,9,9,UP,3,3"])
 
 
 def rows(**admin_of: int):
@@ -47,7 +47,7 @@ def test_rows_join_what_two_commands_say():
         ("box3:main", "ready", False, 0, False),
         ("box4:main", "maint", True, 1, False),
     ]
-    assert {row["pool"] for row in found} == {"tiny"}
+    assert {(row["pool"], row["errors"]) for row in found} == {("tiny", 3)}
 
 
 @pytest.mark.parametrize(
