@@ -61,6 +61,29 @@ def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
     assert (path.read_bytes(), names(tmp_path)) == (b"old", ["a"])
 
 
+def test_content_and_name_reach_the_disk_before_and_after_the_rename(tmp_path, monkeypatch):
+    steps = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (steps.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    monkeypatch.setattr(os, "replace", lambda source, target: (steps.append("rename"), replace(source, target)))
+    files.write_atomic(str(tmp_path / "a"), b"new")
+    assert [os.path.basename(step).split(".")[0] for step in steps[:1]] == [""], "the temporary file, which has a dot"
+    assert steps[1:] == ["rename", str(tmp_path)]
+
+
+def test_another_owner_is_a_change_and_is_given(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    path.write_bytes(b"one")
+    given = []
+    monkeypatch.setattr(os, "fchown", lambda handle, uid, gid: given.append((uid, gid)))
+    own = path.stat()
+    assert not files.write_atomic(str(path), b"one", 0o644, own.st_uid, own.st_gid)
+    assert files.write_atomic(str(path), b"one", 0o644, own.st_uid, own.st_gid + 1)
+    assert given == [(own.st_uid, own.st_gid + 1)]
+
+
 def test_a_link_is_followed_and_stays(tmp_path):
     (tmp_path / "target").write_bytes(b"old")
     (tmp_path / "link").symlink_to("target")

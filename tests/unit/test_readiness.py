@@ -123,6 +123,7 @@ MODELS = {"data": [{"id": "tiny"}, {"id": "small"}, "no entry"]}
         (200, MODELS, ["tiny"], "listed"),
         (200, MODELS, ["tiny", "small"], "listed"),
         (200, MODELS, ["large"], "wrong_model"),
+        (200, MODELS, ["tiny", "large"], "wrong_model"),
         (200, {"data": []}, ["tiny"], "wrong_model"),
         (200, {}, ["tiny"], "wrong_model"),
         (401, {"error": "Unauthorized"}, ["tiny"], "models_unavailable"),

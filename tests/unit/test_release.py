@@ -67,8 +67,11 @@ def test_the_drop_in_holds_what_differs():
     assert setting(text, "StandardOutput") == ["append:/var/log/vllm-fleet/main.log"]
     assert setting(text, "ExecStart")[0] == "", "the template's own command line is dropped first"
     assert len(setting(text, "ExecStart")) == 2
-    assert setting(text, "EnvironmentFile")[0] == "/etc/vllm-fleet/lanes/main/current/environment"
-    assert all(value.startswith("-/run/") for value in setting(text, "EnvironmentFile")[1:])
+    assert setting(text, "EnvironmentFile") == [
+        "/etc/vllm-fleet/lanes/main/current/environment",
+        "-/run/vllm-fleet/main/runtime.env",
+        "-/run/vllm-fleet/main/secret.env",
+    ], "what the start decides comes after what the release says"
 
 
 def test_a_lane_without_a_log_writes_to_the_journal():
@@ -129,6 +132,7 @@ def test_equal_content_is_the_same_release_and_any_other_is_not():
 
 def test_the_name_keeps_file_borders_apart():
     assert release.release_id({"a": "bc", "d": ""}) != release.release_id({"a": "b", "cd": ""})
+    assert release.release_id({"a": "1", "b": "2"}) == release.release_id({"b": "2", "a": "1"}), "their order is none"
     assert release.release_id({"a": "1b1"}) != release.release_id({"a": "", "b": "1"})
 
 
