@@ -4,7 +4,7 @@ LAB = .venv/bin/python -m lab
 PARTS = .venv/bin/python -m tests.parts
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test-gpu test-drivers engine-lock test-engines test lock
+.PHONY: help env lab lab-down lab-status converge-cost lint unit molecule lab-test test-gpu test-drivers test-vm engine-lock test-engines test lock
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ else
 	@$(MAKE) --no-print-directory env
 	@$(PARTS) gpu
 endif
+
+test-vm: env  ## drivers and reboots on a virtual machine with a kernel of its own; not part of test (15 min, first time 20)
+	@$(PARTS) vm
 
 test: env  ## all of it, cheapest first: what CI runs (40 min)
 	@$(PARTS) lint unit molecule lab

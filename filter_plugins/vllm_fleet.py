@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import catalog, engine_args, engines, fleet_report, haproxy, profile, render, rollout  # noqa: E402
+from vllm_fleet import catalog, engine_args, engines, fleet_report, haproxy, profile, render, rollout, standing  # noqa: E402
 from vllm_fleet.errors import FleetError  # noqa: E402
 
 
@@ -75,6 +75,15 @@ def lint_lane(lane: Dict[str, Any]) -> List[Dict[str, str]]:
     return engine_args.lint(lane["args"], lane["engine"]["version"], lane["env"])
 
 
+def standing_text(results: Any, now: float) -> str:
+    """Return where each box of a rollout stands, out of a loop of ``rollout_state`` over the boxes."""
+    records = {
+        str(found["item"]): None if found.get("unreachable") or found.get("failed") else found["after"]
+        for found in results
+    }
+    return standing.text(records, float(now))
+
+
 class FilterModule:
     """Ansible's entry point."""
 
@@ -91,6 +100,7 @@ class FilterModule:
             "vllm_fleet_rollout_alone": _readable(rollout.alone),
             "vllm_fleet_rollout_spent": _readable(rollout.spent),
             "vllm_fleet_rollout_table": _readable(rollout.table),
+            "vllm_fleet_standing": _readable(standing_text),
             "vllm_fleet_pools": _readable(haproxy.pools),
             "vllm_fleet_haproxy_quoted": _readable(haproxy.quoted),
         }

@@ -97,7 +97,12 @@ def cache_lock() -> Iterator[None]:
 
 
 def mmdebstrap(
-    target: Path, kind: str, include: tuple[str, ...], customize: tuple[str, ...], apt: dict[str, str]
+    target: Path,
+    kind: str,
+    include: tuple[str, ...],
+    customize: tuple[str, ...],
+    apt: dict[str, str],
+    copied: tuple[tuple[Path, str], ...] = (),
 ) -> None:
     """Install Debian into ``target``.
 
@@ -105,6 +110,7 @@ def mmdebstrap(
     :param include: packages besides the minimal base.
     :param customize: shell scripts to run in it, in this order.
     :param apt: settings of apt, during the installation and in the result.
+    :param copied: local files or directories, each with the directory that it is put into before the scripts run.
     """
     lines = "".join(f'{name} "{value}";\n' for name, value in apt.items())
     argv = [
@@ -123,6 +129,8 @@ def mmdebstrap(
             for path in host_certificates()
         ),
         "--skip=cleanup/apt/lists",  # done in the hook, which also sets their age
+        *(f'--customize-hook=mkdir -p "$1{place}"' for _, place in copied),
+        *(f"--customize-hook=copy-in {shlex.quote(str(path))} {place}" for path, place in copied),
         *(f'--customize-hook=chroot "$1" sh -c {shlex.quote(script)}' for script in customize),
         f'--customize-hook=printf %s {shlex.quote(lines)} > "$1/etc/apt/apt.conf.d/90host"',
         SUITE,

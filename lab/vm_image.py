@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import image
 from .host import apt_settings, install
-from .settings import CACHE
+from .settings import CACHE, ROOT
 from .shell import LabError, phase, run
 
 #: what the host needs for a virtual machine, besides what the lab needs
@@ -25,6 +25,8 @@ PACKAGES = {
 }
 # The generic kernel, because the cloud one has no graphics drivers, so no nouveau. Headers and compiler are here, as
 # fetching and unpacking them takes minutes under emulation.
+#: sources of kernel modules that stand in for the drivers'; the image holds them built
+MODULES = ROOT / "lab" / "kernel"
 INCLUDE = (*image.INCLUDE, "linux-image-amd64", "linux-headers-amd64", "initramfs-tools", "zstd", "gcc", "make")
 SIZE = "6G"
 
@@ -42,6 +44,7 @@ printf 'nameserver 10.0.2.3\\n' > /etc/resolv.conf
 systemctl enable systemd-networkd
 systemctl mask serial-getty@ttyS0.service systemd-networkd-wait-online.service systemd-timesyncd.service
 mkdir -p /var/log/journal
+make -C /lib/modules/*/build M=/opt/kernel modules
 """
 _LINK = re.compile(r'Fast link dest: "([^"]+)"')
 
@@ -52,7 +55,9 @@ def ensure() -> Path:
     :raises LabError: a package or a program failed.
     """
     install(tuple(package for package, file in PACKAGES.items() if not Path(file).exists()))
-    recipe = {**image.recipe(), "include": INCLUDE, "customize": [image.CUSTOMIZE, CUSTOMIZE], "size": SIZE}
+    sources = {path.name: path.read_text() for path in sorted(MODULES.iterdir())}
+    made_of = {"include": INCLUDE, "customize": [image.CUSTOMIZE, CUSTOMIZE], "size": SIZE, "modules": sources}
+    recipe = {**image.recipe(), **made_of}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     disk = CACHE / "vm" / f"{digest}.raw"
     with image.cache_lock():
@@ -61,7 +66,9 @@ def ensure() -> Path:
             tree, part = disk.with_suffix(".tree"), disk.with_suffix(".part")
             run(["rm", "-rf", str(tree), str(part)], root=True)
             with phase(f"virtual machine: installing Debian 12 with a kernel from {image.MIRROR}"):
-                image.mmdebstrap(tree, "directory", INCLUDE, (image.CUSTOMIZE, CUSTOMIZE), apt_settings())
+                image.mmdebstrap(
+                    tree, "directory", INCLUDE, (image.CUSTOMIZE, CUSTOMIZE), apt_settings(), ((MODULES, "/opt"),)
+                )
             with phase("virtual machine: writing its disk"):
                 run(["truncate", f"--size={SIZE}", str(part)])
                 run(["mkfs.ext4", "-q", "-F", "-L", "root", "-d", str(tree), str(part)], root=True, timeout=600)

@@ -34,11 +34,12 @@ PARTS = {
     "molecule": {name: ["molecule", "test", "--scenario-name", name] for name in SCENARIOS},
     "gpu": {"make the lab": ["python", "-m", "lab", "up"], "pytest": ["pytest", "-s", "tests/lab/test_gpu_lane.py"]},
     # compiles a driver's module: too long for every run, so ``test`` leaves it out
-    "drivers": {"nvidia_driver": ["molecule", "test", "--scenario-name", "nvidia_driver"]},
+    "drivers": {name: ["molecule", "test", "--scenario-name", name] for name in ("nvidia_driver", "corex_driver")},
     "engines": {
         "make the lab": ["python", "-m", "lab", "up"],
         "pytest": ["pytest", "-s", "-v", "tests/engines"],
     },
+    "vm": {"pytest": ["pytest", "tests/vm"]},
     "lab": {"make the lab": ["python", "-m", "lab", "up"], "pytest": ["pytest", "tests/lab"]},
 }
 

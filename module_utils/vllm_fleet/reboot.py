@@ -157,6 +157,10 @@ def _judge_module(before: Facts, after: Facts) -> checks.Result:
             "module", checks.FAIL, "module_not_loaded", f"{name} {installed} is installed and not loaded",
             f"modprobe {name}; the kernel log says why it refuses",
         )  # fmt: skip
+    if not loaded or not installed:
+        return checks.result(
+            "module", checks.UNKNOWN, "module_unversioned", f"{name} tells neither version nor sources"
+        )
     wanted = _installed(before)
     if loaded != installed or (wanted is not None and loaded != wanted):
         expected = installed if loaded != installed else wanted

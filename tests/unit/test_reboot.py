@@ -101,6 +101,8 @@ AS_BEFORE = ("pass", "gpu_count_equal")
         ({}, {}, [REBOOTED, ("fail", "module_mismatch"), AS_BEFORE]),
         ({}, {"loaded": None}, [REBOOTED, ("fail", "module_not_loaded"), AS_BEFORE]),
         ({}, {"installed": None}, [REBOOTED, ("fail", "module_not_installed"), AS_BEFORE]),
+        # nothing tells one build from another: that is no pass
+        ({}, {"loaded": "", "installed": ""}, [REBOOTED, ("unknown", "module_unversioned"), AS_BEFORE]),
         # another kernel was booted, whose own module is older than the one that the reboot was for
         ({}, {"loaded": "550.1", "installed": "550.1"}, [REBOOTED, ("fail", "module_mismatch"), AS_BEFORE]),
         ({}, {"loaded": "550.2", "pci": 3, "driver": 3}, [REBOOTED, AS_INSTALLED, ("fail", "gpu_count_changed")]),

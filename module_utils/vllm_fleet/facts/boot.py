@@ -20,19 +20,24 @@ def boot_id(root: str = "/") -> Optional[str]:
 
 
 def loaded(module: str, root: str = "/") -> Optional[str]:
-    """Return the version of a loaded kernel module, ``""`` for one that tells none, ``None`` when it is not loaded."""
+    """Return what tells one build of a loaded kernel module from another; ``None`` when it is not loaded.
+
+    Its version, else the checksum of its sources, else ``""``.
+    """
     if not os.path.isdir(under(root, f"/sys/module/{module}")):
         return None
-    return (read_text(under(root, f"/sys/module/{module}/version")) or "").strip()
+    texts = [read_text(under(root, f"/sys/module/{module}/{name}")) or "" for name in ("version", "srcversion")]
+    return next((text.strip() for text in texts if text.strip()), "")
 
 
 def installed(module: str) -> Optional[str]:
-    """Return the version of the module that the running kernel would load, as ``loaded`` gives it."""
+    """Return the same of the module that the running kernel would load; ``None`` when it has none."""
     for name in FILES.get(module, (module,)):
         done = run(["modinfo", "-F", "filename", name])
-        # A builtin has no file, and no version that could differ.
+        # A builtin has no file, and nothing that could differ.
         if done.returncode == 0 and done.stdout.strip().startswith("/"):
-            return run(["modinfo", "-F", "version", name]).stdout.strip()
+            texts = [run(["modinfo", "-F", field, name]).stdout.strip() for field in ("version", "srcversion")]
+            return next((text for text in texts if text), "")
     return None
 
 
