@@ -29,11 +29,14 @@ options:
     description: Archive to write.
     type: path
     required: true
-  lock_wait:
-    description: Seconds to wait for another build on this machine.
+  timeout_s:
+    description: Seconds that the build may take, the wait for another build on this machine included.
     type: int
     default: 3600
 attributes:
+  action:
+    description: Runs the build as a job of the builder and shows its steps; a dropped connection does not end it.
+    support: full
   check_mode:
     description: Builds nothing in check mode.
     support: full
@@ -90,7 +93,7 @@ def build(module):
     params = module.params
     engine, workdir, dest = params["engine"], params["workdir"], params["dest"]
     lock = os.path.join(os.path.dirname(dest), ".build.lock")
-    with locks.hold(lock, "building " + engine["id"], params["lock_wait"]):
+    with locks.hold(lock, "building " + engine["id"], params["timeout_s"]):
         sidecar = described(dest, engine["digest"])
         if sidecar:
             return sidecar, "present"
@@ -112,7 +115,7 @@ def main():
             "engine": {"type": "dict", "required": True},
             "workdir": {"type": "path", "required": True},
             "dest": {"type": "path", "required": True},
-            "lock_wait": {"type": "int", "default": 3600},
+            "timeout_s": {"type": "int", "default": 3600},
         },
         supports_check_mode=True,
     )

@@ -8,7 +8,9 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from test_install_modules import DRY, play
+from test_install_modules import DRY, ROOT, play, start
+
+from tests.unit.test_engine_steps import Bench
 
 ENTRY = {
     "id": "x", "version": "1", "route": "git", "python_version": "3.11", "interpreter": "/usr/bin/python3.11",
@@ -122,3 +124,19 @@ def test_engine_install_prunes_and_says_so(tmp_path):
         assert (result["changed"], result["reason"], sorted(result["pruned"])) == (True, "pruned", ["b", "c"])
     assert (again["changed"], again["reason"]) == (False, "as_wanted")
     assert sorted(path.name for path in root.iterdir() if path.name != ".lock") == ["a"]
+
+
+def test_engine_build_shows_its_steps_and_is_a_job_of_the_builder(tmp_path, monkeypatch):
+    """Through the action: the steps are told, and the result is the module's."""
+    bench = Bench(tmp_path / "bench", "wheel")
+    monkeypatch.setenv("ANSIBLE_ACTION_PLUGINS", str(ROOT / "action_plugins"))
+    monkeypatch.setenv("ANSIBLE_ASYNC_DIR", str(tmp_path / "jobs"))
+    task = {"engine": bench.entry, "workdir": str(bench.work), "dest": str(bench.dest), "timeout_s": 120}
+    process = start(tmp_path, {"engine_build": task}, {"engine_build": task})
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    built, present = json.loads((tmp_path / "results.json").read_text())
+    assert (built["changed"], built["reason"], built["manifest"]["id"]) == (True, "built", "tiny")
+    assert "ansible_job_id" not in built
+    assert (present["changed"], present["reason"]) == (False, "present")
+    assert built["archive"] == present["archive"]

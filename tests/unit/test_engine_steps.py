@@ -83,7 +83,7 @@ class Bench:
         self.path, self.route = tmp_path, route
         self.work, self.dest = tmp_path / "work", tmp_path / "tiny.tar.zst"
         self.tools = tmp_path / "tools"
-        self.tools.mkdir(exist_ok=True)
+        self.tools.mkdir(parents=True, exist_ok=True)
         if not shutil.which("zstd"):
             (self.tools / "zstd").write_text("#!/bin/sh\nexec gzip -c\n")
             (self.tools / "zstd").chmod(0o755)
