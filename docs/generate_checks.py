@@ -42,6 +42,7 @@ GROUPS = {
     "host": "The host",
     "gpu": "The GPUs",
     "serving": "Serving",
+    "wide": "Lanes that span boxes",
 }
 
 SECTIONS = {"checkpoint": "checkpoint", "products": "engine"}

@@ -12,8 +12,20 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import catalog, engine_args, engines, fleet_report, haproxy, profile, render, rollout, standing  # noqa: E402
+from vllm_fleet import (  # noqa: E402
+    catalog,
+    engine_args,
+    engines,
+    fleet_report,
+    haproxy,
+    profile,
+    render,
+    rollout,
+    standing,
+    wide,
+)
 from vllm_fleet.errors import FleetError  # noqa: E402
+from vllm_fleet.schema import Where, unknown  # noqa: E402
 
 
 def _plain(value: Any) -> Any:
@@ -42,13 +54,36 @@ def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def resolve_lanes(lanes: Any, catalog_dir: str, defaults: Any = None) -> List[Dict[str, Any]]:
+def resolve_lanes(
+    lanes: Any, catalog_dir: str, defaults: Any = None, box: str = "", addresses: Any = None
+) -> List[Dict[str, Any]]:
     """Return every lane resolved; what cannot be rendered for systemd is refused here, before any box is touched."""
     entries = catalog.load(catalog_dir)
-    resolved = profile.resolve_all(lanes, entries, defaults, catalog.platform_reader(entries, defaults or {}))
+    platform = catalog.platform_reader(entries, defaults or {})
+    resolved = profile.resolve_all(lanes, entries, defaults, platform, box, addresses)
     for lane in resolved:
         render.unit(lane)
     return resolved
+
+
+def box_addresses(lanes: Any, hostvars: Any) -> Dict[str, str]:
+    """Return the address of each box that lanes name in ``boxes``: its ``vllm_box_address``, else ``ansible_host``."""
+    found = {}
+    for lane in lanes if isinstance(lanes, list) else []:
+        boxes = lane.get("boxes") if isinstance(lane, dict) else None
+        for box in boxes if isinstance(boxes, list) else []:
+            if box not in hostvars:
+                raise unknown(Where(f"lane {lane.get('name', '?')}").at("boxes"), str(box), list(hostvars))
+            known = hostvars[box]
+            found[box] = str(known.get("vllm_box_address") or known.get("ansible_host") or "")
+    return found
+
+
+def joint_rows(rows: Any, lanes: Any, hostvars: Any, box: str) -> List[Dict[str, Any]]:
+    """Return what ``lane_release`` staged on a box, each row told whether its lane changes on another box too."""
+    boxes = {other for lane in lanes if wide.is_wide(lane) for other in lane["part"]["boxes"]}
+    staged = {other: _plain(hostvars[other].get("__serve_staged", {}).get("lanes")) for other in boxes}
+    return wide.joint(rows, lanes, staged, box)
 
 
 def engine_inputs(lanes: Any, catalog_dir: str, interpreters: Any = None) -> List[Dict[str, Any]]:
@@ -91,6 +126,9 @@ class FilterModule:
         """Return the filters by name."""
         return {
             "vllm_fleet_resolve_lanes": _readable(resolve_lanes),
+            "vllm_fleet_box_addresses": _readable(box_addresses),
+            "vllm_fleet_joint_rows": _readable(joint_rows),
+            "vllm_fleet_left_out": _readable(wide.left_out),
             "vllm_fleet_engine_inputs": _readable(engine_inputs),
             "vllm_fleet_verify_rows": _readable(verify_rows),
             "vllm_fleet_verify_text": _readable(fleet_report.verify_text),

@@ -12,6 +12,7 @@ description:
   - Points C(current) at the wanted release in one step, reads the units again, enables the unit and restarts it, for
     each lane that needs it; a lane whose running process already comes from the wanted release is left alone.
   - Returns at once after the start was asked for; M(lane_ready) waits for the proof.
+  - Enables and starts the lane's watchdog, or ends it where the lane turned it off.
   - With O(state=previous) the last good release comes back, or the one that the lane's C(release) names.
 version_added: "0.1.0"
 options:
@@ -19,6 +20,7 @@ options:
     description:
       - Lanes to activate, with C(lane) and, for O(state=current), C(release); optionally C(api_key_file), whose key the
         process must have been started with, and C(key_changed), for check mode, where the file is still the old one.
+      - C(peers_flip) says that the lane spans boxes and changes on another one; all of its parts start again together.
     type: list
     elements: dict
     required: true
@@ -85,7 +87,7 @@ import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.vllm_fleet import files, release, runtime_env
+from ansible.module_utils.vllm_fleet import files, release, runtime_env, watchdog
 from ansible.module_utils.vllm_fleet.facts import host, units
 
 
@@ -112,6 +114,8 @@ def why_restart(state, current, wanted, name, entry):
         return "runs_another_release"
     if entry.get("key_changed") or key_is_stale(name, entry.get("api_key_file")):
         return "key_changed"
+    if entry.get("peers_flip"):
+        return "peers_changed"
     return None
 
 
@@ -134,6 +138,13 @@ def stop_idle(unit, systemctl):
     systemctl("stop", unit)
 
 
+def watchdog_wanted(home, wanted):
+    """Return whether the release wants a watchdog; in check mode a new one may not be there to say."""
+    path = os.path.join(home, "releases", wanted, "lane.json")
+    lane = files.read_json(path, "lane") if os.path.exists(path) else {}
+    return bool(watchdog.limits(lane)["enabled"])
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -143,7 +154,7 @@ def main():
         },
         supports_check_mode=True,
     )
-    rows, todo, enable = [], [], []
+    rows, todo, enable, watch, unwatch = [], [], [], [], []
     for entry in module.params["lanes"]:
         name = entry["lane"]
         home = os.path.join(release.LANES, name)
@@ -168,9 +179,16 @@ def main():
         rows.append(row)
         if state["UnitFileState"] != "enabled":
             enable.append(unit)
+        beside = f"vllm-watchdog@{name}.service"
+        watching = units.unit_state(beside)
+        if not watchdog_wanted(home, wanted):
+            if watching["UnitFileState"] == "enabled" or watching["ActiveState"] == "active":
+                unwatch.append(beside)
+        elif watching["UnitFileState"] != "enabled" or watching["ActiveState"] not in ("active", "activating"):
+            watch.append(beside)
         if reason:
             todo.append((row, home, unit, state))
-    changed = bool(todo or enable)
+    changed = bool(todo or enable or watch or unwatch)
 
     def systemctl(*words):
         done = units.run(["systemctl", *words], timeout=300.0)
@@ -190,6 +208,10 @@ def main():
         systemctl("daemon-reload")
         if enable:
             systemctl("enable", "--quiet", *enable)
+        if unwatch:
+            systemctl("disable", "--quiet", "--now", *unwatch)
+        if watch:
+            systemctl("enable", "--quiet", "--now", *watch)
         for row, home, unit, _state in todo:
             row["log_offset"] = units.log_size(
                 files.read_json(os.path.join(home, "current", "lane.json"), "lane").get("log") or ""
@@ -203,7 +225,7 @@ def main():
         lanes=rows,
         before={row["lane"]: row["before"] for row in rows},
         after={row["lane"]: row["after"] for row in rows},
-        reason=next((row["reason"] for row in rows if row["restarted"]), "enabled" if enable else "as_wanted"),
+        reason=next((row["reason"] for row in rows if row["restarted"]), "enabled" if changed else "as_wanted"),
         diff={
             "before": {row["lane"]: row["before"] for row in rows if row["restarted"]},
             "after": {row["lane"]: row["after"] for row in rows if row["restarted"]},

@@ -10,6 +10,8 @@ module: lane_probe
 short_description: Say where the lanes of a box stand
 description:
   - Reads each lane's unit, its phase from the engine's log, and, once the unit is active, asks it for a completion.
+  - A member of a lane that spans boxes is ready when its head has answered and is joined with this very process; the
+    head's watchdog says so.
   - Changes nothing. M(lane_ready) calls it until every lane is ready.
 version_added: "0.1.0"
 options:
@@ -66,10 +68,10 @@ import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.vllm_fleet import checks, readiness, release, runtime_env
+from ansible.module_utils.vllm_fleet import checks, readiness, release, runtime_env, wide
 from ansible.module_utils.vllm_fleet.commands import wait_ready
 from ansible.module_utils.vllm_fleet.errors import FleetError
-from ansible.module_utils.vllm_fleet.facts import host, units
+from ansible.module_utils.vllm_fleet.facts import host, peer_link, units
 from ansible.module_utils.vllm_fleet.files import read_json
 
 
@@ -84,6 +86,21 @@ def runtime_value(name, variable):
         return runtime_env.parse(text).get(variable, "")
     except FleetError:
         return ""
+
+
+def member(lane, row, state, started):
+    """Return the row of a headless part whose own unit is up: the head's proof counts, if joined with this one."""
+    place = lane["part"]
+    head, here = place["boxes"][0], place["boxes"][place["rank"]]
+    answer = peer_link.ask(place["addresses"][0], place["peer_port"], lane["lane"])
+    told = answer.get("record")
+    if told is None:
+        return dict(row, state="starting", phase=f"waiting for a word of the watchdog on {head}")
+    if told["state"] == "failed" or (started and told["restarts"] > 1):
+        return dict(row, state="failed", message=f"the head on {head} failed; see there", errors=[], journal=[])
+    if told["state"] != "active" or told["partners"].get(here) != state["InvocationID"]:
+        return dict(row, state="starting", phase=f"waiting for the head on {head}")
+    return dict(row, state="ready", message=f"joined with {head}, which answered a completion")
 
 
 def stand(name, restarted, concurrent=1):
@@ -110,6 +127,8 @@ def stand(name, restarted, concurrent=1):
         gpus=runtime_value(name, "CUDA_VISIBLE_DEVICES") or lane["rendered"]["env"].get("CUDA_VISIBLE_DEVICES", ""),
     )
     waiting_for_new = started and started["invocation_before"] and state["InvocationID"] == started["invocation_before"]
+    if state["ActiveState"] == "active" and not waiting_for_new and not wide.has_api(lane):
+        return member(lane, row, state, started)
     if state["ActiveState"] == "active" and not waiting_for_new:
         key = host.first_line(lane["api_key_file"]) if lane.get("api_key_file") else None
         bad = [
@@ -119,7 +138,9 @@ def stand(name, restarted, concurrent=1):
         ]
         return dict(row, state="failed" if bad else "ready", message="; ".join(bad) or "answered a completion")
     starting = state["ActiveState"] in ("activating", "reloading", "deactivating") or waiting_for_new
-    if starting and state["SubState"] != "auto-restart" and not state["NRestarts"]:
+    # One part of a lane that spans boxes may be ended because another one was; that is how they come back whole.
+    forgiven = 0 if not wide.is_wide(lane) else 1 if started else state["NRestarts"]
+    if starting and (forgiven or state["SubState"] != "auto-restart") and state["NRestarts"] <= forgiven:
         if state["SubState"] == "start-pre":
             row["phase"] = "checking the box"
         elif state["ActiveState"] == "deactivating":

@@ -23,6 +23,10 @@ options:
     description: Text of the template unit C(vllm@.service).
     type: str
     required: true
+  watchdog:
+    description: Text of the template unit C(vllm-watchdog@.service).
+    type: str
+    required: true
   logrotate:
     description: Text of the logrotate file; empty for none.
     type: str
@@ -64,6 +68,7 @@ EXAMPLES = r"""
   lane_release:
     lanes: "{{ serve_lanes }}"
     unit: "{{ lookup('ansible.builtin.file', 'vllm@.service') }}"
+    watchdog: "{{ lookup('ansible.builtin.file', 'vllm-watchdog@.service') }}"
 """
 
 RETURN = r"""
@@ -190,7 +195,9 @@ class Writer:
 def stage(writer, lane, binding, key, keep):
     """Stage one lane; return its row of the result."""
     name = lane["lane"]
-    devices = release.device_allow(lane["engine"]["accelerator"], read_text("/proc/devices") or "")
+    devices = release.device_allow(
+        lane["engine"]["accelerator"], read_text("/proc/devices") or "", wide=bool(lane.get("part"))
+    )
     contents = release.files(lane, devices, binding)
     wanted = release.release_id(contents)
     home = os.path.join(release.LANES, name)
@@ -206,7 +213,9 @@ def stage(writer, lane, binding, key, keep):
     unit_changed = len(writer.changed) > units_before
     if lane["log"] and not os.path.exists(lane["log"]):
         writer.text(lane["log"], "", 0o640, writer.gid, secret=True)
-    key_changed = key is not None and writer.text(lane["api_key_file"], key.strip() + "\n", 0o600, secret=True)
+    # A member of a lane that spans boxes has no HTTP server, and so no key.
+    with_key = key is not None and lane["api_key_file"] is not None
+    key_changed = with_key and writer.text(lane["api_key_file"], key.strip() + "\n", 0o600, secret=True)
     if os.path.isdir(releases) and not writer.check_mode:
         ages = sorted(
             (entry for entry in os.listdir(releases) if not entry.startswith(".")),
@@ -226,6 +235,7 @@ def main():
         argument_spec={
             "lanes": {"type": "list", "elements": "dict", "required": True},
             "unit": {"type": "str", "required": True},
+            "watchdog": {"type": "str", "required": True},
             "logrotate": {"type": "str", "default": ""},
             "keep": {"type": "int", "default": 5},
             "keys": {"type": "dict", "default": {}, "no_log": True},
@@ -246,7 +256,11 @@ def main():
     writer = Writer(module.check_mode, uid, gid)
     rows = []
     try:
-        unit_changed = writer.text(os.path.join(UNITS, "vllm@.service"), params["unit"].rstrip("\n") + "\n", 0o644)
+        units = {"vllm@.service": params["unit"], "vllm-watchdog@.service": params["watchdog"]}
+        written = [
+            writer.text(os.path.join(UNITS, name), text.rstrip("\n") + "\n", 0o644) for name, text in units.items()
+        ]
+        unit_changed = any(written)
         if params["logrotate"].strip():
             writer.text(LOGROTATE, params["logrotate"].rstrip("\n") + "\n", 0o644)
         for lane in params["lanes"]:

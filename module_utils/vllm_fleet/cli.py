@@ -28,6 +28,10 @@ COMMANDS: Dict[str, Tuple[str, str]] = {
     "driver": ("driver", "how the NVIDIA driver stands: loaded, installed and next-boot versions, and what to do"),
     "drift-check": ("drift_check", "what has moved under a serving box, for the daily timer"),
     "power-limits": ("power_limits", "set the power limits of this box's GPUs, for the unit at a boot"),
+    "watchdog": (
+        "watchdog",
+        "what runs beside a lane: ends an engine that hangs, keeps the boxes of one lane together",
+    ),
     "render": ("render", "print a lane's command line and environment"),
     "bench": ("bench", "measure a lane with the engine's own benchmark and compare with the release before"),
     "lint-args": ("lint_args", "say which engine arguments a given engine version does not know"),

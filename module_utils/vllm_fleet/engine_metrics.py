@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Dict, Optional
+from typing import Dict, List, Optional
 
 #: name, labels (whose values are quoted and may hold braces), value
 _LINE = re.compile(r'^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?\s+(\S+)')
+_ENGINE = re.compile(r'[{,]engine="([^"]*)"')
 
 #: requests that an engine works on or has accepted
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -24,6 +25,16 @@ def sums(text: str) -> Dict[str, float]:
                 continue
             found[match.group(1)] = found.get(match.group(1), 0.0) + value
     return found
+
+
+def by_engine(text: str) -> Dict[str, Dict[str, float]]:
+    """Return the same for each engine behind the server, by its label; ``0`` where the metrics know only one."""
+    lines: Dict[str, List[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("vllm:"):
+            label = _ENGINE.search(line)
+            lines.setdefault(label.group(1) if label else "0", []).append(line)
+    return {engine: sums("\n".join(found)) for engine, found in lines.items()}
 
 
 def in_flight(text: str) -> Optional[int]:

@@ -18,6 +18,7 @@ from .profile_schema import LANE_KEYS, POLICY_DEFAULTS, READINESS_DEFAULTS, chec
 from .runtime_env import DECISION_NAMES
 from .schema import Where, unknown
 from .topology import validate_policy
+from .wide import PLACE_FLAGS, part, ports
 
 ENGINES_ROOT = "/opt/vllm-fleet/engines"
 STATE_ROOT = "/var/lib/vllm-fleet"
@@ -30,6 +31,7 @@ _RESERVED = {
     "--served-model-name": "served_names",
     "--model": "checkpoint",
     "--api-key": "api_key_file",
+    **dict.fromkeys(PLACE_FLAGS, "boxes"),
 }
 
 _REFERENCE = re.compile(r"\$\{([a-z][a-z0-9_]*)\}", re.ASCII)
@@ -381,6 +383,7 @@ def resolve(
         "log": own.get("log", f"{known.get('log_root', LOG_ROOT)}/{name}.log"),
         "workdir": f"{STATE_ROOT}/lanes/{name}",
         "notes": notes,
+        **({"watchdog": own["watchdog"]} if "watchdog" in own else {}),
     }
     return copy.deepcopy(described)  # nothing of the catalog's own data leaves
 
@@ -458,22 +461,40 @@ def _check_batch(groups: Sequence[Group], where: Where) -> None:
 
 
 def resolve_all(
-    lanes: Any, catalog: Catalog, defaults: Optional[Mapping[str, Any]] = None, platform: Any = None
+    lanes: Any,
+    catalog: Catalog,
+    defaults: Optional[Mapping[str, Any]] = None,
+    platform: Any = None,
+    box: str = "",
+    addresses: Optional[Mapping[str, str]] = None,
 ) -> List[Dict[str, Any]]:
     """Resolve every lane of a box, and tell each which GPUs are named by the others.
 
+    A lane that spans boxes gives this box's part; one that spans other boxes is left out.
+
     :param platform: ``platform(lane) -> profile or None``, the adapter for lanes with a ``profile_source``.
-    :raises UsageError: as :func:`resolve`; ``duplicate_lane``, ``duplicate_port`` or ``gpu_named_twice``.
+    :param box: this box's name in the inventory.
+    :param addresses: address of each box that a lane names in ``boxes``.
+    :raises UsageError: as :func:`resolve` and :func:`.wide.part`; ``duplicate_lane``, ``duplicate_port`` or
+        ``gpu_named_twice``.
     """
     if not isinstance(lanes, (list, tuple)):
         raise Where("vllm_lanes").error(lanes, "a list of lanes")
-    resolved = [resolve(lane, catalog, defaults, platform(lane) if platform else None) for lane in lanes]
-    for key, reason in (("lane", "duplicate_lane"), ("port", "duplicate_port")):
-        seen: Dict[Any, str] = {}
-        for lane in resolved:
-            if lane[key] in seen:
-                raise UsageError(reason, f"lanes {seen[lane[key]]} and {lane['lane']} both have the {key} {lane[key]}.")
-            seen[lane[key]] = lane["lane"]
+    resolved = []
+    for lane in lanes:
+        whole = resolve(lane, catalog, defaults, platform(lane) if platform else None)
+        here = part(lane, whole, box, addresses or {})
+        if here is not None:
+            resolved.append(here)
+    taken: Dict[int, str] = {}
+    for index, lane in enumerate(resolved):
+        name = lane["lane"]
+        if any(other["lane"] == name for other in resolved[:index]):
+            raise UsageError("duplicate_lane", f"two lanes of this box are called {name}.")
+        for port in ports(lane):
+            if port in taken:
+                raise UsageError("duplicate_port", f"lanes {taken[port]} and {name} both have the port {port}.")
+            taken[port] = name
     for lane in resolved:
         others = [other for other in resolved if other is not lane and other["policy"]["enabled"]]
         theirs = {gpu: other["lane"] for other in others for gpu in other["policy"]["gpus"] or []}

@@ -121,6 +121,17 @@ _readiness = Record(
 )
 READINESS_DEFAULTS: Dict[str, Any] = {"deadline_s": 1800, "log_lines": [], "concurrent": 1}
 
+_watchdog = Record(
+    {
+        "enabled": Boolean(),
+        "interval_s": Integer(1, 600),
+        "stall_s": Integer(5, 86400),
+        "silent_s": Integer(5, 86400),
+        "probe_every_s": Integer(5, 86400),
+        "probe_s": Integer(1, 3600),
+    },
+)
+
 _checkpoint = Record(
     {
         "path": Nullable(_path),
@@ -230,6 +241,9 @@ LANE_KEYS: Dict[str, Shape] = {
     "port": Integer(1, 65535),
     "host": Text(r"[A-Za-z0-9.:_-]+", "an address or a host name"),
     "allow_open_bind": Boolean(),
+    "boxes": ListOf(Text(r"[A-Za-z0-9._-]+", "the name of a box in the inventory"), minimum=2),
+    "master_port": Integer(1, 65535),
+    "peer_port": Integer(1, 65535),
     "checkpoint": _path,
     "manifest": Nullable(_path),
     "sidecars": ListOf(Record({"path": Text(), "sha256": Nullable(_sha256)}, required=("path",))),
@@ -244,6 +258,7 @@ LANE_KEYS: Dict[str, Shape] = {
     "checks": MapOf(Choice("fail", "warn", "off"), r"[a-z][a-z0-9_]*", "the name of a check"),
     "needs": Record(_needs.keys),
     "readiness": _readiness,
+    "watchdog": _watchdog,
     "api_key_file": Nullable(_path),
     "cache_root": Nullable(_path),
     "cuda_home": _path,

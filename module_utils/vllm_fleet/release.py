@@ -28,12 +28,18 @@ _DEVICE_GROUPS = {
     "corex": ("iluvatar", "itrctl"),
     "cpu": (),
 }
+#: what the ranks of a lane that spans boxes open to talk over InfiniBand or RoCE
+_FABRIC_GROUPS = ("infiniband_verbs",)
 
 
-def device_allow(accelerator: str, proc_devices: str) -> List[str]:
-    """Return the ``DeviceAllow=`` values of an accelerator, from the text of ``/proc/devices``."""
+def device_allow(accelerator: str, proc_devices: str, wide: bool = False) -> List[str]:
+    """Return the ``DeviceAllow=`` values of an accelerator, from the text of ``/proc/devices``.
+
+    :param wide: the lane spans boxes, and may use a fabric between them.
+    """
     present = {line.split()[1] for line in proc_devices.splitlines() if len(line.split()) == 2}
-    return [f"char-{name} rw" for name in _DEVICE_GROUPS[accelerator] if name in present]
+    groups = (*_DEVICE_GROUPS[accelerator], *(_FABRIC_GROUPS if wide else ()))
+    return [f"char-{name} rw" for name in groups if name in present]
 
 
 def _shutdown_timeout(argv: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ from typing import Any, Dict, List, Mapping
 
 from .runtime_env import DECISION_NAMES, ENGINE_ARGS
 from .systemd import CONTINUED, environment_file, exec_line, unset_names
+from .wide import INTERFACE_NAMES, is_wide
 
 #: the settings of a box whose links are trusted without asking, see "Rules of the decision" in docs/architecture.md
 _FIXED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_SKIP_P2P_CHECK": "1", "NCCL_P2P_LEVEL": "SYS", "NCCL_PROTO": "LL"}
@@ -39,6 +40,8 @@ def render(lane: Mapping[str, Any]) -> Dict[str, Any]:
         env.update(fixed_environment(policy))
     elif policy["enabled"]:
         runtime += [*DECISION_NAMES, ENGINE_ARGS]
+    if is_wide(lane):
+        runtime += [name for name in INTERFACE_NAMES if name not in env]
     for name, below in _CACHES.items():
         if name in env:
             continue

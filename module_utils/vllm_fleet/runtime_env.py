@@ -26,7 +26,15 @@ DECISION_NAMES = (
 #: the engine arguments that the decision adds; the unit appends the words of this variable to the command line
 ENGINE_ARGS = "VLLM_FLEET_ENGINE_ARGS"
 #: every name that the file may hold, in the order in which they are written
-NAMES = (*DECISION_NAMES, "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", ENGINE_ARGS)
+NAMES = (
+    *DECISION_NAMES,
+    "VLLM_CACHE_ROOT",
+    "TRITON_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    ENGINE_ARGS,
+)
 #: the engine reads its API key from this variable; it stands in a file of its own, which only root reads
 API_KEY = "VLLM_API_KEY"
 #: names whose value is a list of words

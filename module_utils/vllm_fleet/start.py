@@ -15,9 +15,9 @@ import re
 import time
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set
 
-from . import checks, journal, release, render, runtime_env, topology, verdict_store
+from . import checks, journal, release, render, runtime_env, topology, verdict_store, wide
 from .errors import FleetError, RefusedError
-from .facts import collect, host, ports
+from .facts import collect, host, interfaces, ports
 from .files import read_json, write_atomic
 from .preflight import gather
 from .preflight.run import load, names, run_lane
@@ -288,10 +288,10 @@ def refused(decision: Optional[Mapping[str, Any]]) -> bool:
 
 
 def _write_environment(lane: Lane, facts: Optional[Dict[str, Any]], outcome: Dict[str, Any], root: str) -> None:
-    variables = cache_variables(lane, facts)
-    text = environment_text(outcome["decision"], variables)
+    caches = cache_variables(lane, facts)
+    text = environment_text(outcome["decision"], {**caches, **_interface_variables(lane)})
     account = host.user(SERVICE_USER, root)
-    for path in variables.values():
+    for path in caches.values():
         make_owned(host.under(root, path), account, host.under(root, CACHE))
     if facts is not None:
         outcome["removed"] = forget_stale_links(facts, root)
@@ -303,6 +303,27 @@ def _write_environment(lane: Lane, facts: Optional[Dict[str, Any]], outcome: Dic
     current = os.path.realpath(host.under(root, f"{release.LANES}/{lane['lane']}/current"))
     write_atomic(os.path.join(directory, "release"), (os.path.basename(current) + "\n").encode(), mode=0o644)
     _write_secret(lane, os.path.join(directory, "secret.env"), root)
+
+
+def _interface_variables(lane: Lane) -> Dict[str, str]:
+    """Return what binds a part's connections to its box's interface; nothing for a lane on one box.
+
+    :raises RefusedError: ``address_not_here``, or ``interfaces_unknown`` when nobody could look.
+    """
+    if not wide.is_wide(lane):
+        return {}
+    address = lane["part"]["addresses"][lane["part"]["rank"]]
+    try:
+        interface = interfaces.interface_of(address)
+    except OSError as error:
+        raise RefusedError("interfaces_unknown", f"the box's interfaces cannot be read: {error}") from None
+    if interface is None:
+        raise RefusedError(
+            "address_not_here",
+            f"no interface of this box has the address {address}, by which the lane's other boxes know it",
+            "set vllm_box_address of this box to its address in the network between the boxes, and run site.yml",
+        )
+    return wide.interface_variables(lane, interface)
 
 
 def api_key(lane: Lane, root: str = "/") -> Optional[str]:

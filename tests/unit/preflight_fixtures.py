@@ -164,6 +164,8 @@ BOX: Dict[str, Any] = {
     },
     "import_expected": [ENGINE_ROOT + "/tree/vllm"],
     "listeners": [],
+    "interface": "eth1",
+    "rendezvous": {"master_port": [], "peer_port": []},
     "api_key_present": False,
     "toolchain": {
         "cuda_home": CUDA,
@@ -187,6 +189,12 @@ BOX: Dict[str, Any] = {
 def lane() -> Dict[str, Any]:
     """A lane of two GPUs that compiles at its first start."""
     return copy.deepcopy(LANE)
+
+
+def wide_lane() -> Dict[str, Any]:
+    """The head of such a lane over two boxes."""
+    place = {"rank": 0, "boxes": ["box1", "box2"], "addresses": ["10.0.0.11", "10.0.0.12"]}
+    return {**lane(), "part": {**place, "master_port": 29501, "peer_port": 29502}}
 
 
 def cpu_lane() -> Dict[str, Any]:

@@ -56,6 +56,8 @@ def process(pid: int, name: str, memory: Optional[int] = 900) -> Dict[str, Any]:
     return {"pid": pid, "name": name, "memory_mib": memory}
 
 
+UNIT = "/system.slice/system-vllm.slice/vllm@main.service"
+WATCHDOG = "/system.slice/vllm-watchdog@main.service"
 WORKDIR = "/var/lib/vllm-fleet/lanes/main"
 OLD_DRIVER = {"loaded": "595.84", "userland": "610.43.02", "cuda": [13, 3]}
 
@@ -519,6 +521,28 @@ CASES: List[Tuple[str, Change, str, str, str]] = [
         "fail",
         "22000 MiB",
     ),
+    ("box_address", facts(), "address_here", "pass", "10.0.0.11 is on eth1"),
+    ("box_address", facts(interface=""), "address_not_here", "fail", "10.0.0.11"),
+    ("box_address", facts(interface=None), "interfaces_unknown", "unknown", ""),
+    ("rendezvous", facts(), "rendezvous_free", "pass", "29501"),
+    (
+        "rendezvous",
+        facts(rendezvous__peer_port=[listener("10.0.0.11", "/x.service")]),
+        "rendezvous_occupied",
+        "fail",
+        "peer_port 29502",
+    ),
+    (
+        "rendezvous",
+        facts(rendezvous__master_port=[listener("127.0.0.1", None)]),
+        "rendezvous_occupied",
+        "fail",
+        "29501",
+    ),
+    ("rendezvous", facts(rendezvous__peer_port=[listener("10.0.0.99", None)]), "rendezvous_free", "pass", ""),
+    ("rendezvous", facts(rendezvous__peer_port=[listener("10.0.0.11", WATCHDOG)]), "rendezvous_free", "pass", ""),
+    ("rendezvous", facts(rendezvous__master_port=[listener("0.0.0.0", UNIT)]), "rendezvous_free", "pass", ""),
+    ("rendezvous", facts(rendezvous__master_port=None), "rendezvous_unknown", "unknown", ""),
     ("display", facts(), "display_none", "pass", ""),
     ("display", facts(topology__gpus__1__display=True), "display_attached", "warn", "GPU 1"),
     ("display", facts(topology__gpus__1__display=None), "display_unknown", "unknown", ""),
@@ -529,7 +553,7 @@ CASES: List[Tuple[str, Change, str, str, str]] = [
 
 
 def evaluate(change: Change) -> List[Dict[str, str]]:
-    lane, box = given.lane(), given.box()
+    lane, box = given.wide_lane(), given.box()
     change(lane, box)
     return [verdict.result for verdict in run.evaluate(lane, box)]
 
@@ -578,6 +602,18 @@ def test_checks_that_do_not_apply_give_no_result() -> None:
     groups = {CHECKS[name].group for name in names}
     assert groups == {"engine", "host", "serving"}
     assert "start_deadline" not in names and "visible_devices" not in names
+
+
+def test_a_headless_member_is_not_asked_about_the_port_it_does_not_open() -> None:
+    lane, box = given.wide_lane(), given.box()
+    lane["part"]["rank"] = 1
+    names = {verdict.result["check"] for verdict in run.evaluate(lane, box)}
+    assert set(CHECKS) - names == {"port", "exposure"}
+
+
+def test_a_lane_on_one_box_has_no_rendezvous() -> None:
+    names = {verdict.result["check"] for verdict in run.evaluate(given.lane(), given.box())}
+    assert set(CHECKS) - names == {"box_address", "rendezvous"}
 
 
 def test_each_foreign_process_is_named() -> None:

@@ -1,4 +1,8 @@
-"""``vllm-fleet wait-ready LANE``: the unit's ExecStartPost. Ends 0 once the engine has answered a completion."""
+"""``vllm-fleet wait-ready LANE``: the unit's ExecStartPost. Ends 0 once the engine has answered a completion.
+
+A headless member of a lane that spans boxes answers nobody: it is ready when it has joined the head, and what the head
+answers proves them all.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import threading
 import time
 from typing import Any, Dict, List, Optional
 
-from .. import checks, journal, readiness, release
-from ..facts import engine_http, units
+from .. import checks, journal, readiness, release, wide
+from ..facts import engine_http, ports, units
 from ..files import read_json
 
 #: A healthy engine that refuses or fails this many proofs in a row will not get better by waiting.
@@ -73,6 +77,13 @@ def run(args: argparse.Namespace) -> int:
         if not _alive(args.pid):
             reason = "engine_exited"
             break
+        if not wide.has_api(lane):
+            place = lane["part"]
+            if ports.connected(place["addresses"][0], place["master_port"]):
+                journal.say(f"joined the head on {place['boxes'][0]} after {time.monotonic() - began:.0f} s")
+                return 0
+            time.sleep(0.5)
+            continue
         status, _ = engine_http.ask(lane["host"], int(lane["port"]), "/health", timeout=5)
         if status == 200:
             last = prove(lane, key, timeout=max(5.0, min(300.0, deadline - time.monotonic())))

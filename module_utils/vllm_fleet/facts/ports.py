@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from .host import read_text, under
 
+_ESTABLISHED = "01"
 _LISTEN = "0A"
+
+
+def connected(address: str, port: int, root: str = "/") -> bool:
+    """Return whether something on this box has a connection to that port there."""
+    wanted = ipaddress.ip_address(address)
+    for name in ("tcp", "tcp6"):
+        for line in (read_text(under(root, f"/proc/net/{name}")) or "").splitlines()[1:]:
+            fields = line.split()
+            if len(fields) < 10 or fields[3] != _ESTABLISHED:
+                continue
+            remote, _, number = fields[2].rpartition(":")
+            there = ipaddress.ip_address(_address(remote))
+            if int(number, 16) == port and wanted in (there, getattr(there, "ipv4_mapped", None)):
+                return True
+    return False
 
 
 def listeners(port: int, root: str = "/") -> Optional[List[Dict[str, Any]]]:

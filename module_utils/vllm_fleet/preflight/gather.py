@@ -6,9 +6,9 @@ import copy
 import os
 from typing import Any, Dict, List, Optional
 
-from .. import checkpoint_pass, checks, products_pass
+from .. import checkpoint_pass, checks, products_pass, wide
 from ..driver import state
-from ..facts import checkpoint_dir, driver, engine_dir, host, ports, toolchain
+from ..facts import checkpoint_dir, driver, engine_dir, host, interfaces, ports, toolchain
 from .registry import Box, Lane, with_gpu, with_toolchain
 from .serving import in_unit
 
@@ -91,6 +91,7 @@ def read_lane(
     home = os.path.join(engine.get("tree") or engine["site_packages"], "vllm")
     box["import_expected"] = [os.path.realpath(host.under(root, home))]
     box["listeners"] = ports.listeners(int(lane["port"]), root)
+    box.update(_between_boxes(lane, root))
     box["api_key_present"] = bool(lane.get("api_key_file")) and _filled(host.under(root, str(lane["api_key_file"])))
     box["toolchain"] = None
     if with_toolchain(lane):
@@ -101,6 +102,22 @@ def read_lane(
     if hashing and box["engine"]["root"]:
         box["results"] += _products(lane, root, remembered, dry_run)
     return box
+
+
+def _between_boxes(lane: Lane, root: str) -> Dict[str, Any]:
+    """Return what the checks of a lane that spans boxes need; nothing for others.
+
+    ``interface`` is empty when none has the part's address, None when they could not be read.
+    """
+    if not wide.is_wide(lane):
+        return {}
+    place = lane["part"]
+    keys = ("peer_port",) if place["rank"] else ("master_port", "peer_port")
+    try:
+        interface: Optional[str] = interfaces.interface_of(place["addresses"][place["rank"]]) or ""
+    except OSError:
+        interface = None
+    return {"interface": interface, "rendezvous": {key: ports.listeners(place[key], root) for key in keys}}
 
 
 def _entry(lane: Lane, path: str, root: str) -> Dict[str, Optional[str]]:

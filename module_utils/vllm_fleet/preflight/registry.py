@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
 
-from .. import checks
+from .. import checks, wide
 
 Lane = Dict[str, Any]
 Box = Dict[str, Any]
@@ -91,6 +91,16 @@ def with_toolchain(lane: Lane) -> bool:
 def with_cuda_toolchain(lane: Lane) -> bool:
     """The engine compiles, and for an NVIDIA GPU."""
     return with_toolchain(lane) and bool(lane["engine"]["accelerator"] == "nvidia")
+
+
+def with_api(lane: Lane) -> bool:
+    """This box answers for the lane: all but the headless members of a lane that spans boxes."""
+    return wide.has_api(lane)
+
+
+def spans_boxes(lane: Lane) -> bool:
+    """The lane spans boxes."""
+    return wide.is_wide(lane)
 
 
 def check(

@@ -9,7 +9,7 @@ from .. import checks
 from ..errors import UsageError
 from ..facts.host import under
 from ..files import read_json
-from . import engine, gather, gpu, host, serving, toolchain  # noqa: F401 - importing them registers their checks
+from . import engine, gather, gpu, host, serving, toolchain, wide  # noqa: F401 - importing them registers their checks
 from .delegated import DELEGATED
 from .registry import CHECKS, Box, Lane, severity, with_gpu
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Dict, List, Optional
+from typing import Any, Dict, Iterable, List, Mapping, Optional
 
-from .registry import Box, Finding, Lane, check, fail, ok, shorten, unknown, warn, with_gpu, with_toolchain
+from .registry import Box, Finding, Lane, check, fail, ok, shorten, unknown, warn, with_api, with_gpu, with_toolchain
 
 #: a cold compile and a load of more than 100 GiB, in seconds: the longest healthy start that was measured is 17 minutes
 COLD_START_S = 1800
@@ -51,27 +51,31 @@ def tokens(text: str) -> Optional[int]:
         "port_occupied": fail("another process listens on the lane's port"),
         "port_unknown": unknown("the kernel's socket table could not be read"),
     },
+    with_api,
 )
 def port(lane: Lane, box: Box) -> List[Finding]:
     """The lane's port is free at its address, or is held by the lane's own unit, told by the control group."""
     number = int(lane["port"])
     if box["listeners"] is None:
         return [Finding("port_unknown", "the kernel's socket table could not be read")]
-    holders = [entry for entry in box["listeners"] if _same_address(lane["host"], entry["address"])]
+    holders = [entry for entry in box["listeners"] if same_address(lane["host"], entry["address"])]
     others = [entry for entry in holders if not in_unit(entry["cgroup"], lane["lane"])]
     if others:
-        names = [
-            f"pid {entry['pid'] or 'unknown'} ({entry['command'] or 'unknown command'})"
-            + (f" in {entry['cgroup']}" if entry["cgroup"] not in (None, "/") else "")
-            for entry in others
-        ]
         fix = "stop that process or give the lane another port"
-        return [
-            Finding("port_occupied", f"port {number} is held by {shorten(dict.fromkeys(names))}", "a free port", fix)
-        ]
+        return [Finding("port_occupied", f"port {number} is held by {holders_named(others)}", "a free port", fix)]
     if holders:
         return [Finding("port_own", f"port {number} is held by this lane's own unit")]
     return [Finding("port_free", f"port {number} on {lane['host']} is free")]
+
+
+def holders_named(listeners: Iterable[Mapping[str, Any]]) -> str:
+    """Return who listens, for a message."""
+    names = [
+        f"pid {entry['pid'] or 'unknown'} ({entry['command'] or 'unknown command'})"
+        + (f" in {entry['cgroup']}" if entry["cgroup"] not in (None, "/") else "")
+        for entry in listeners
+    ]
+    return shorten(dict.fromkeys(names))
 
 
 def in_unit(cgroup: Optional[str], lane: str) -> bool:
@@ -79,7 +83,7 @@ def in_unit(cgroup: Optional[str], lane: str) -> bool:
     return cgroup is not None and f"vllm@{lane}.service" in cgroup.split("/")
 
 
-def _same_address(host: str, address: str) -> bool:
+def same_address(host: str, address: str) -> bool:
     """Return whether a listener at ``address`` is in the way of a bind to ``host``; a wildcard meets every address."""
     try:
         left = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host or "0.0.0.0")  # noqa: S104
@@ -103,6 +107,7 @@ def _same_address(host: str, address: str) -> bool:
         "public_without_key": fail("reachable from outside without a key"),
         "api_key_unusable": fail("the API key file is missing or empty", absent=True),
     },
+    with_api,
 )
 def exposure(lane: Lane, box: Box) -> List[Finding]:
     """The engine listens on the loopback address, or outside it with an API key. The key guards only the ``/v1``
