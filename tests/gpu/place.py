@@ -57,21 +57,25 @@ def installed_engine(venv: str, entries: profile.Catalog) -> dict[str, Any]:
     found = json.loads(done.stdout.splitlines()[-1])
     if not found["vllm"]:
         raise SystemExit(f"{python} has no vLLM; name the venv of an installed one with ENGINE=")
-    for engine in entries.engines.values():
-        if profile.engine_paths(engine)["venv"] == venv:
-            return engine
+    for known in entries.engines.values():
+        if profile.engine_paths(known)["venv"] == venv:
+            return known
     cuda = "+cpu" not in found["vllm"]
-    engine = {
-        "schema": 1, "id": f"vllm-{found['vllm']}-installed".replace("+", "-").lower(), "version": found["vllm"],
-        "summary": f"vLLM {found['vllm']} as it is installed in {venv}", "route": "wheel",
-        "accelerator": "nvidia" if cuda else "cpu", "python_version": found["python"], "root": venv, "venv": venv,
-    }  # fmt: skip
+    paths = {"PATH": ["${venv}/bin"]}  # ninja, which vLLM brings along, for what it compiles at its first start
     libraries = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
     if libraries:  # where this machine keeps its driver's libraries
-        engine["paths"] = {"LD_LIBRARY_PATH": libraries}
-    if cuda and os.path.isdir("/usr/local/cuda"):
-        engine["cuda_home"] = "/usr/local/cuda"
-        engine["paths"] = {**engine.get("paths", {}), "PATH": ["${cuda_home}/bin"]}
+        paths["LD_LIBRARY_PATH"] = libraries
+    engine: dict[str, Any] = {
+        "schema": 1, "id": f"vllm-{found['vllm']}-installed".replace("+", "-").lower(), "version": found["vllm"],
+        "summary": f"vLLM {found['vllm']} as it is installed in {venv}", "route": "wheel",
+        "install": {"requirement": f"vllm=={found['vllm']}"}, "accelerator": "nvidia" if cuda else "cpu",
+        "python_version": found["python"], "root": venv, "venv": venv, "paths": paths,
+    }  # fmt: skip
+    toolkits = ("/usr/local/cuda", f"{found['site']}/nvidia/cu13")
+    toolkit = next((path for path in toolkits if os.path.exists(f"{path}/bin/nvcc")), None)
+    if cuda and toolkit:
+        engine["cuda_home"] = toolkit
+        paths["PATH"].append("${cuda_home}/bin")
     return check_engine(engine, "the installed engine")
 
 

@@ -143,7 +143,7 @@ CASES: List[Tuple[str, Change, str, str, str]] = [
         "ninja",
         facts(toolchain__ninja=given.ENGINE_ROOT + "/venv/bin/ninja"),
         "ninja_not_on_path",
-        "warn",
+        "fail",
         "venv/bin/ninja",
     ),
     (

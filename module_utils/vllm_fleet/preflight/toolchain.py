@@ -32,12 +32,13 @@ def compiler(lane: Lane, box: Box) -> List[Finding]:
     {
         "ninja_ok": ok("ninja is in the venv or on the unit's PATH"),
         "ninja_missing": fail("ninja is neither in the venv nor on the unit's PATH", absent=True),
-        "ninja_not_on_path": warn("only the venv has ninja and the unit's PATH does not include the venv's bin"),
+        "ninja_not_on_path": fail("only the venv has ninja and the unit's PATH does not include the venv's bin"),
     },
     applies=with_toolchain,
 )
 def ninja(lane: Lane, box: Box) -> List[Finding]:
-    """The build driver ``ninja`` is found by the processes that the unit starts."""
+    """The build driver ``ninja`` is found by the processes that the unit starts. They call it by its bare name
+    (flashinfer 0.6 ends the engine with ``No such file or directory: 'ninja'``), so one in the venv alone is none."""
     path, venv_bin = box["toolchain"]["ninja"], os.path.join(lane["engine"].get("venv") or "/nonexistent", "bin")
     if not path:
         return [
