@@ -17,7 +17,7 @@ from lab.settings import PREFIX
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 #: in the order of what they build on
-SCENARIOS = ("lane_plan", "common", "toolchain", "checkpoint", "engine", "serve", "bi_v100", "default")
+SCENARIOS = ("lane_plan", "common", "toolchain", "checkpoint", "engine", "serve", "bi_v100", "balancer", "default")
 LINT = {
     "ruff": ["ruff", "check"],
     "ruff format": ["ruff", "format", "--check", "--quiet"],

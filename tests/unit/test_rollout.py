@@ -65,3 +65,81 @@ def test_requests_are_summed_over_engines():
 @pytest.mark.parametrize("text", ["", "vllm:num_requests_running 0.0\n", "<html>", "vllm:num_requests_running x\n"])
 def test_what_is_not_said_is_unknown_and_not_idle(text):
     assert engine_metrics.in_flight(text) is None
+
+
+# --- the plan of a box ----------------------------------------------------------------------------------------------
+
+
+def row(lane: str = "main", before: str = "aaa", after: str = "bbb", reason: str = "release_changed") -> dict:
+    return {"lane": lane, "before": before, "after": after, "restarted": reason != "as_wanted", "reason": reason}
+
+
+def stand(phase: str = "", **lanes: dict) -> dict:
+    """Return a result of the module rollout_state; without a phase there is no record."""
+    return {"unfinished": phase not in ("", "done"), "after": {"phase": phase, "lanes": lanes} if phase else {}}
+
+
+def test_only_what_differs_moves():
+    rows = [row(), row("other", "ccc", "ccc", "as_wanted")]
+    assert rollout.plan(stand(), rows) == {
+        "moving": ["main"], "record": {"main": {"from": "aaa", "to": "bbb"}}, "reason": "release_changed",
+    }  # fmt: skip
+    assert rollout.plan(stand("done", main={"from": "x", "to": "y"}), rows[1:]) == {
+        "moving": [], "record": {}, "reason": "as_wanted",
+    }  # fmt: skip
+
+
+def test_an_interrupted_box_goes_on_also_when_it_runs_what_is_wanted():
+    """Flipped and never proven: it may stand outside, and a failure goes back to where the first run began."""
+    planned = rollout.plan(
+        stand("flipping", main={"from": "aaa", "to": "bbb"}), [row("main", "bbb", "bbb", "as_wanted")]
+    )
+    assert planned == {"moving": ["main"], "record": {"main": {"from": "aaa", "to": "bbb"}}, "reason": "interrupted"}
+
+
+def test_another_wish_after_an_interruption_still_goes_back_to_the_beginning():
+    planned = rollout.plan(stand("flipping", main={"from": "aaa", "to": "bbb"}), [row("main", "bbb", "ccc")])
+    assert planned["record"] == {"main": {"from": "aaa", "to": "ccc"}}
+    assert planned["reason"] == "release_changed"
+
+
+def test_a_record_without_lanes_is_about_all_of_them():
+    rows = [row("main", "a", "a", "as_wanted"), row("other", "b", "b", "as_wanted")]
+    assert rollout.plan(stand("leaving"), rows)["moving"] == ["main", "other"]
+
+
+def test_an_interrupted_lane_brings_no_other_lane_with_it():
+    rows = [row("main", "a", "a", "as_wanted"), row("other", "b", "b", "as_wanted")]
+    assert rollout.plan(stand("leaving", other={"from": "b", "to": "c"}), rows)["moving"] == ["other"]
+
+
+def test_a_new_lane_has_no_way_back():
+    record = rollout.plan(stand(), [row(before=None), row("old")])["record"]
+    assert rollout.way_back(record) == [{"lane": "old", "release": "aaa"}]
+
+
+def test_who_is_alone():
+    def lanes(*models: str) -> list[dict]:
+        return [{"lane": f"l{number}", "served_names": [model]} for number, model in enumerate(models)]
+
+    fleet = {"b1": lanes("tiny", "big"), "b2": lanes("tiny")}
+    assert rollout.alone({"b1": ["l0", "l1"], "b2": []}, fleet) == ["b1:l1"]
+    assert rollout.alone({"b1": ["l0"]}, {"b1": fleet["b1"]}) == ["b1:l0"]
+    assert rollout.alone({"b1": []}, fleet) == []
+
+
+def test_the_table_names_every_box():
+    outcomes = {
+        "b1": {"state": "changed", "out_s": 41.5, "record": {"main": {"from": "aaa", "to": "bbb"}}, "message": ""},
+        "b2": {"state": "rolled_back", "record": {"main": {"from": None, "to": "bbb"}}, "message": "late\nlong text"},
+        "b3": {"state": "ready", "record": {}},
+        "b4": {"state": "unreachable", "message": "unreachable: no route"},
+    }
+    assert rollout.spent(outcomes) == ["b2", "b4"]
+    lines = rollout.table(outcomes).splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["b1", "changed"], ["b2", "rolled_back"], ["b3", "untouched"], ["b4", "unreachable"],
+    ]  # fmt: skip
+    assert "41.5 s" in lines[1]
+    assert "main none -> bbb" in lines[2]
+    assert lines[2].endswith("late")

@@ -1,0 +1,162 @@
+"""The lab's fleet, as a scenario sees it: boxes and balancer over SSH, plays with another inventory on top."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = ROOT / "lab" / ".state"
+BIN = ROOT / ".venv" / "bin"
+BOXES = ("box1", "box2")
+PLAY_LIMIT_S = 1500
+
+_SERVERS = """
+import json, socket
+def ask(command):
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect("/run/haproxy/admin.sock"); s.sendall(command.encode() + b"\\n")
+        return b"".join(iter(lambda: s.recv(65536), b"")).decode()
+print(json.dumps([ask("show stat").strip(), ask("show servers state").strip()]))
+"""
+
+
+def address(name: str) -> str:
+    """Return a lab host's address."""
+    entry: dict[str, str] = json.loads((STATE / "lab.json").read_text())["boxes"][name]
+    return entry["address"]
+
+
+def edge_url() -> str:
+    return f"http://{address('edge1')}:8080"
+
+
+def edge_key() -> str:
+    return (STATE / "keys" / "edge.key").read_text().strip()
+
+
+def ssh(name: str, command: str, check: bool = True) -> str:
+    """Run a shell command as root on a lab host and return its output."""
+    done = subprocess.run(
+        ["ssh", "-F", str(STATE / "ssh_config"), name, "sudo sh -s"],
+        input=command, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    if check and done.returncode:
+        raise AssertionError(f"{name}: {command!r} ended with {done.returncode}: {done.stdout}{done.stderr}")
+    return done.stdout.strip()
+
+
+def servers() -> dict[str, dict[str, Any]]:
+    """Return the balancer's servers by name, as the project's own code reads them."""
+    from vllm_fleet import haproxy
+
+    stat, state = json.loads(ssh("edge1", f"python3 - <<'EOF'\n{_SERVERS}\nEOF"))
+    return {row["server"]: row for row in haproxy.servers(stat, state)}
+
+
+def pid(box: str) -> int:
+    """Return the main process of the box's lane."""
+    return int(ssh(box, "systemctl show vllm@main -p MainPID --value"))
+
+
+def argument(box: str, name: str) -> str:
+    """Return the value that the running engine got for an argument."""
+    words = ssh(box, f"tr '\\0' '\\n' < /proc/{pid(box)}/cmdline").splitlines()
+    return words[words.index(name) + 1]
+
+
+def phase(box: str) -> str:
+    """Return the phase of the record on the box."""
+    return str(json.loads(ssh(box, "cat /var/lib/vllm-fleet/rollout.json 2>/dev/null || echo '{}'")).get("phase"))
+
+
+def wait_in_rotation(*boxes: str, deadline_s: float = 240) -> None:
+    """Wait until the balancer sends requests to the boxes.
+
+    :raises AssertionError: not in time.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        rows = servers()
+        if all(rows[f"{box}:main"]["in_rotation"] for box in boxes):
+            return
+        if time.monotonic() > end:
+            raise AssertionError(f"not in rotation after {deadline_s:.0f} s: {rows}")
+        time.sleep(1)
+
+
+@dataclass
+class Played:
+    """What one ansible-playbook run said."""
+
+    status: int
+    text: str
+
+    def state(self, box: str) -> str:
+        """Return the box's state in the report's table."""
+        found = re.search(rf"^\s*- {box}\s+(\w+)\s", self.text, re.MULTILINE)
+        return found[1] if found else "not in the table"
+
+    def out_s(self, box: str) -> str:
+        """Return the box's time out of rotation in the table."""
+        found = re.search(rf"^\s*- {box}\s+\w+\s+([\d.]+ s)", self.text, re.MULTILINE)
+        return found[1] if found else "-"
+
+
+def lane(**changes: Any) -> dict[str, Any]:
+    """Return the lane of the lab's inventory with changes; a mapping is merged key by key."""
+    return {
+        "name": "main", "profile": "tiny-cpu", "port": 8000, "host": "{{ lab_ip }}", "checkpoint": "/srv/models/tiny",
+        "served_names": ["tiny"], "api_key_file": "/etc/vllm-fleet/secrets/main.key",
+        "topology": {"mode": "auto", "tensor_parallel": 2, "pipeline_parallel": 2}, **changes,
+    }  # fmt: skip
+
+
+def play(
+    *args: str, lanes: dict[str, Any] | None = None, hosts: dict[str, Any] | None = None, kill_at: str = ""
+) -> Played:
+    """Run ansible-playbook on the lab's inventory.
+
+    :param lanes: changes of the lane on every box.
+    :param hosts: further hosts of the group, with their variables.
+    :param kill_at: SIGKILL the whole play once its output holds this text.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ANSIBLE_")}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    env.update(PATH=f"{BIN}:{env['PATH']}", ANSIBLE_NOCOLOR="1", PYTHONUNBUFFERED="1")
+    with tempfile.TemporaryDirectory() as folder:
+        overlay = Path(folder) / "hosts.json"
+        entries: dict[str, Any] = {box: {"vllm_lanes": [lane(**lanes)]} for box in BOXES} if lanes else {}
+        entries.update(hosts or {})
+        overlay.write_text(json.dumps({"gpu-boxes": {"hosts": entries}}))
+        argv = [str(BIN / "ansible-playbook"), "-i", "inventories/lab", "-i", str(overlay), *args]
+        process = subprocess.Popen(
+            argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+        seen, end = [], time.monotonic() + PLAY_LIMIT_S
+        try:
+            for line in process.stdout or ():
+                seen.append(line)
+                if (kill_at and kill_at in line) or time.monotonic() > end:
+                    break
+            else:
+                process.wait(30)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(30)
+    return Played(process.returncode, "".join(seen))
+
+
+def reconfigure(*args: str, soak_s: int = 5, **more: Any) -> Played:
+    """Run the rollout; with a short watch after each box, to keep the test short."""
+    return play("playbooks/reconfigure.yml", "-e", json.dumps({"rollout_soak": soak_s}), *args, **more)
