@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 #: in the order of what they build on
 SCENARIOS = ("lane_plan", "common", "toolchain", "checkpoint", "engine", "serve", "bi_v100", "balancer", "default")
+DRIVERS = ("corex_driver", "nvidia_repository", "nvidia_driver")
 LINT = {
     "ruff": ["ruff", "check"],
     "ruff format": ["ruff", "format", "--check", "--quiet"],
@@ -34,7 +35,7 @@ PARTS = {
     "molecule": {name: ["molecule", "test", "--scenario-name", name] for name in SCENARIOS},
     "gpu": {"make the lab": ["python", "-m", "lab", "up"], "pytest": ["pytest", "-s", "tests/lab/test_gpu_lane.py"]},
     # compiles a driver's module: too long for every run, so ``test`` leaves it out
-    "drivers": {name: ["molecule", "test", "--scenario-name", name] for name in ("nvidia_driver", "corex_driver")},
+    "drivers": {name: ["molecule", "test", "--scenario-name", name] for name in DRIVERS},
     "engines": {
         "make the lab": ["python", "-m", "lab", "up"],
         "pytest": ["pytest", "-s", "-v", "tests/engines"],

@@ -100,7 +100,8 @@ def topology(**changes: Any) -> dict[str, Any]:
         for index in (0, 1)
     ]  # fmt: skip
     found = {
-        "vendor": "nvidia", "gpus": gpus, "host": {"iommu": "passthrough"}, "pairs": [{"gpus": [0, 1], "acs": False}],
+        "vendor": "nvidia", "gpus": gpus,
+        "host": {"iommu": "passthrough", "virtualization": "none"}, "pairs": [{"gpus": [0, 1], "acs": False}],
         "extra": {"message": "", "cards": [{"index": i, "persistence": True, "slot_width_max": 16} for i in (0, 1)]},
     }  # fmt: skip
     return {**found, **copy.deepcopy(changes)}

@@ -480,12 +480,25 @@ def test_an_unreadable_driver_is_unknown_and_never_a_pass():
     assert {found[f"{name}_unknown"] for name in ("gpu_count", "persistence", "link_width")} == {"unknown"}
 
 
+def test_a_container_is_judged_by_the_cards_that_it_was_given():
+    cards = given.topology(host={"iommu": "off", "virtualization": "container"})
+    bus = [{"bus_id": f"0000:0{slot}:00.0", "device": "0x2335", "driver": "nvidia"} for slot in range(1, 9)]
+    box = given.facts(pci=bus, kernels=[], nouveau_blocked=False)
+    found = reasons(box, cards)
+    assert found["gpu_count_ok"] == "pass"
+    assert (found["nouveau_unknown"], found["kernels_unknown"], found["next_boot_unknown"]) == ("unknown",) * 3
+    cards["host"]["virtualization"] = "none"
+    assert reasons(box, cards)["gpu_missing"] == "fail"
+
+
 def test_fewer_cards_than_wanted():
     assert reasons(given.facts(), gpus=4)["gpu_missing"] == "fail"
 
 
 def test_the_p2p_module_is_reported_and_nothing_more():
-    cards = given.topology(host={"iommu": "translated"}, pairs=[{"gpus": [0, 1], "acs": True}])
+    cards = given.topology(
+        host={"iommu": "translated", "virtualization": "none"}, pairs=[{"gpus": [0, 1], "acs": True}]
+    )
     cards["gpus"][0]["bar1_total_mib"] = 256
     found = reasons(given.facts(), cards, p2p_module=True)
     assert {"p2p_module_not_open", "p2p_iommu", "p2p_small_bar", "p2p_acs"} <= set(found)

@@ -60,6 +60,7 @@ CODES: Dict[str, Code] = {
     "nouveau_not_blocked": Code(
         "nouveau", checks.WARN, "run playbooks/drivers.yml: it blocks nouveau and rebuilds the initramfs"
     ),
+    "nouveau_unknown": Code("nouveau", checks.UNKNOWN, "look on the host below this container"),
     "packages_held": Code("packages", checks.PASS),
     "packages_not_held": Code(
         "packages", checks.WARN, "apt-mark hold the named packages, or run playbooks/drivers.yml"

@@ -42,11 +42,7 @@ def evaluate(
     found = state.assess(facts)
     results = versions(found, version)
     results += kernels(facts)
-    results.append(
-        say("nouveau_blocked", "modprobe keeps nouveau out")
-        if facts["nouveau_blocked"]
-        else say("nouveau_not_blocked", "nothing keeps nouveau out at the next boot")
-    )
+    results.append(nouveau(facts))
     results += packages(facts)
     results += cards(facts, topology, gpus)
     results.append(fabric(facts, found))
@@ -83,6 +79,15 @@ def kernels(facts: Facts) -> List[checks.Result]:
     return [say("every_kernel_has_module", f"{len(facts['kernels'])} kernels")]
 
 
+def nouveau(facts: Facts) -> checks.Result:
+    """Judge whether nouveau is kept out at the next boot."""
+    if facts["nouveau_blocked"]:
+        return say("nouveau_blocked", "modprobe keeps nouveau out")
+    if not facts["kernels"]:
+        return say("nouveau_unknown", "no kernel is installed here, so the host decides what it loads")
+    return say("nouveau_not_blocked", "nothing keeps nouveau out at the next boot")
+
+
 def packages(facts: Facts) -> List[checks.Result]:
     """Judge whether every package of the family is whole and held."""
     found = family(facts["packages"] or [])
@@ -104,7 +109,9 @@ def cards(facts: Facts, topology: Optional[Facts], wanted: Optional[int]) -> Lis
     if gpus is None:
         reason = str(((topology or {}).get("extra") or {}).get("message") or "the driver was not asked")
         return [say(f"{name}_unknown", reason) for name in ("gpu_count", "persistence", "link_width")]
-    expected = wanted if wanted is not None else len(facts["pci"]) or len(gpus)
+    # a container sees all cards of the host on the bus, and has those that were given to it
+    given = facts["claimed"] if topology and topology["host"]["virtualization"] == "container" else facts["pci"]
+    expected = wanted if wanted is not None else len(given) or len(gpus)
     lost = [gpu["bus_id"] or f"GPU {gpu['index']}" for gpu in gpus if gpu["health"] == "lost"]
     text = f"{len(gpus)} GPUs answer, {expected} expected"
     results = [
