@@ -15,12 +15,12 @@ description:
 version_added: "0.2.0"
 options:
   patterns:
-    description: Shell patterns of package names.
+    description: Patterns of package names, with V(*) and V(?).
     type: list
     elements: str
     required: true
   except:
-    description: Shell patterns of packages that are left alone although they match.
+    description: Patterns of packages that are left alone although they match.
     type: list
     elements: str
     default: []
@@ -77,7 +77,6 @@ reason:
   sample: as_wanted
 """
 
-import fnmatch
 import os
 import re
 import subprocess
@@ -92,12 +91,13 @@ from ansible.module_utils.vllm_fleet.files import write_atomic
 
 def regular_expression(pattern, exceptions):
     """Return the pattern as unattended-upgrades reads one: a regular expression matched from the start of a name."""
-    body = fnmatch.translate(pattern).replace("(?s:", "(?:").replace("\\Z", "$").replace("\\z", "$")
-    ahead = "".join(
-        "(?!{})".format(fnmatch.translate(item).replace("(?s:", "(?:").replace("\\Z", "$").replace("\\z", "$"))
-        for item in exceptions
-    )
-    return ahead + body
+
+    def body(text):
+        return (
+            "".join({"*": ".*", "?": "."}.get(letter) or re.escape(letter).replace("\\-", "-") for letter in text) + "$"
+        )
+
+    return "".join(f"(?!{body(item)})" for item in exceptions) + body(pattern)
 
 
 def fence_text(patterns, exceptions):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -639,3 +640,46 @@ def test_power_limits_are_set_once(monkeypatch, capsys, tmp_path):
     limits.write_text("[1]")
     assert cli.main(["power-limits", "--file", str(limits)]) == 2
     assert "bad_power_limits" in capsys.readouterr().err
+
+
+def test_a_limit_is_set_by_uuid_and_an_error_is_told():
+    class Library:
+        said: list[Any] = []
+
+        def nvmlInit(self):
+            self.said.append("init")
+
+        def nvmlShutdown(self):
+            self.said.append("shutdown")
+
+        def nvmlDeviceGetHandleByUUID(self, uuid):
+            return uuid
+
+        def nvmlDeviceSetPowerManagementLimit(self, handle, milliwatts):
+            if milliwatts < 1000:
+                raise RuntimeError("Invalid Argument")
+            self.said.append((handle, milliwatts))
+
+    library = Library()
+    assert power_adapter.write("GPU-0", 280000, library) is None
+    assert library.said == ["init", ("GPU-0", 280000), "shutdown"]
+    assert power_adapter.write("GPU-0", 1, library) == "Invalid Argument"
+    assert library.said[-1] == "shutdown", "also after an error"
+
+
+# --- the fence ------------------------------------------------------------------------------------------------------
+
+
+def test_the_fence_is_read_as_it_is_meant(monkeypatch):
+    import ansible.module_utils
+
+    monkeypatch.setattr(ansible.module_utils, "__path__", [*ansible.module_utils.__path__, str(ROOT / "module_utils")])
+    module = importlib.import_module("library.package_hold")
+    found = module.regular_expression("*nvidia*", ["nvidia-container*", "libnvidia-container?"])
+    fenced = ["nvidia-smi", "libnvidia-ml1", "linux-modules-nvidia-580-6.8", "libnvidia-container-x11"]
+    assert [name for name in fenced if not re.match(found, name)] == []
+    assert [
+        name for name in ("nvidia-container-toolkit", "libnvidia-container1", "libcuda1") if re.match(found, name)
+    ] == []
+    assert re.match(module.regular_expression("libcuda1", []), "libcuda1-i386") is None
+    assert "\\" not in module.fence_text(["*nvidia*", "libcuda1"], ["nvidia-cuda-*"]), "apt.conf has its own idea of it"
