@@ -381,9 +381,8 @@ def _check_available(wanted: Dict[str, Any], chosen: Dict[str, Any], answer: Dic
             "correct the source's address or the branch",
         )
     if answer["status"]:
-        lines = [
-            line for line in answer["output"].splitlines() if line.startswith(("E:", "Err", "W: GPG", "W: Failed"))
-        ]
+        told = re.compile(r"E:|Err|W: GPG|W: Failed|\s.*(?:Depends|Conflicts|Breaks): ")
+        lines = [line.strip() for line in answer["output"].splitlines() if told.match(line)]
         text = " ".join(lines or answer["output"].splitlines()[-5:])[:600]
         key = re.search(
             r"NO_PUBKEY|EXPKEYSIG|BADSIG|not signed|signatures? (?:couldn't|were invalid)", answer["output"]
@@ -394,5 +393,6 @@ def _check_available(wanted: Dict[str, Any], chosen: Dict[str, Any], answer: Dic
             "the repository is signed with another key than the pinned keyring: check its announcement, then replace "
             "the keyring and its checksum"
             if key
-            else "correct the package sources of the box",
+            else "correct the package sources of the box; if packages want different versions of each other, pin "
+            "nvidia_driver_version to one that the source has of all of them",
         )
