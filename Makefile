@@ -52,3 +52,19 @@ test-vm: env  ## drivers and reboots on a virtual machine with a kernel of its o
 
 test-rolling: lab  ## rollouts, rollbacks and kills under load, every request counted; some of them: S="constant_load" (25 min)
 	@PYTHONPATH=module_utils .venv/bin/python -m tests.rolling $(S)
+
+test: env  ## all of it, cheapest first: what CI runs (40 min)
+	@$(PARTS) lint unit molecule lab
+
+test-drivers: env  ## the NVIDIA driver from Debian, really: packages, DKMS build, holds, fences, drift check; not part of test (15 min)
+	@$(PARTS) drivers
+
+engine-lock: env  ## an engine's wheels with their hashes: make engine-lock E=ENGINE [R=requirements.txt of its release] (1 min)
+	@$(LAB) engine-lock $(E) $(if $(R),--requirements $(R))
+
+test-engines: env  ## engines in the lab: a build from a git tree, wrong bytes, one build for two boxes, rollback (20 min)
+	@$(PARTS) engines
+
+lock: env  ## requirements.lock from pyproject.toml
+	@.venv/bin/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header --quiet --output-file requirements.lock
