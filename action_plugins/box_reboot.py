@@ -38,16 +38,18 @@ class ActionModule(ActionBase):
         decided = {
             name: args[name] for name in ("allowed", "required", "blocked", "again") if args.get(name) is not None
         }
+        if decided.get("required") and decided.get("allowed") and self._connection.transport == "local":
+            message = "reached by a local connection: this would reboot the controller under the play"
+            return self._failed(result, {"action": reboot.REFUSE}, "local_connection", message)
         answer = self._boot("plan", **shared, **decided)
         if answer.get("failed"):
             return {**result, **answer}
         planned = answer["action"]
         if planned == reboot.REFUSE:
             return self._failed(result, answer, answer["reason"], answer["message"])
-        if planned == reboot.REBOOT:
-            refusal = self._refusal(answer["after"]["boot_id"])
-            if refusal:
-                return self._failed(result, answer, *refusal)
+        if planned == reboot.REBOOT and answer["after"]["boot_id"] in (None, boot.boot_id()):
+            message = "runs on the controller's own kernel: this would reboot the controller"
+            return self._failed(result, answer, "controller_itself", message)
         if args.get("plan_only") or self._task.check_mode or planned in (reboot.NONE, reboot.REPORT):
             changed = planned == reboot.REBOOT and not args.get("plan_only")
             return {**result, **_told(answer), "changed": changed, "action": planned}
@@ -75,14 +77,6 @@ class ActionModule(ActionBase):
     def _failed(self, result: dict[str, Any], answer: dict[str, Any], reason: str, message: str) -> dict[str, Any]:
         told = _told(answer)
         return {**result, **told, "failed": True, "changed": False, "reason": reason, "msg": f"{self._box}: {message}"}
-
-    def _refusal(self, boot_id: str) -> tuple[str, str] | None:
-        """Return why this box must not be rebooted from here."""
-        if self._connection.transport == "local":
-            return "local_connection", "reached by a local connection: this would reboot the controller under the play"
-        if boot_id is not None and boot_id == boot.boot_id():
-            return "controller_itself", "runs on the controller's own kernel: this would reboot the controller"
-        return None
 
     def _look(self) -> tuple[str | None, str]:
         """Return the box's boot id, or None and the connection's error; over a new connection."""

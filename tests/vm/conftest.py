@@ -92,14 +92,24 @@ def machine() -> Iterator[Machine]:
 
 @pytest.fixture
 def play(machine: Machine, tmp_path: Path) -> Any:
-    """Return a function that runs roles on the machine; with ``kill_after`` it is killed once that text appears."""
+    """Return a function that runs roles, tasks or a playbook of the project on the machine.
 
-    def run(*roles: str, kill_after: str = "", **variables: Any) -> Played:
-        plan = [{"name": "Test", "hosts": "all", "gather_facts": False, "roles": list(roles)}]
+    With ``kill_after`` it is killed once that text appears.
+    """
+
+    def run(
+        *roles: str,
+        playbook: str = "",
+        tasks: list[dict[str, Any]] | None = None,
+        kill_after: str = "",
+        **variables: Any,
+    ) -> Played:
+        plan = [{"name": "Test", "hosts": "all", "gather_facts": False, "roles": list(roles), "tasks": tasks or []}]
         (tmp_path / "play.json").write_text(json.dumps(plan))
         hosts = {machine.name: {**vm.connection(machine.name), **variables}}
-        (tmp_path / "hosts.json").write_text(json.dumps({"all": {"hosts": hosts}}))
-        argv = [str(BIN / "ansible-playbook"), "-i", str(tmp_path / "hosts.json"), str(tmp_path / "play.json")]
+        (tmp_path / "hosts.json").write_text(json.dumps({"gpu-boxes": {"hosts": hosts}}))
+        argv = [str(BIN / "ansible-playbook"), "-i", str(tmp_path / "hosts.json")]
+        argv.append(playbook or str(tmp_path / "play.json"))
         env = {**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
             argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
