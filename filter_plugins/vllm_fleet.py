@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
@@ -110,13 +111,13 @@ def lint_lane(lane: Dict[str, Any]) -> List[Dict[str, str]]:
     return engine_args.lint(lane["args"], lane["engine"]["version"], lane["env"])
 
 
-def standing_text(results: Any, now: float) -> str:
+def standing_text(results: Any) -> str:
     """Return where each box of a rollout stands, out of a loop of ``rollout_state`` over the boxes."""
     records = {
         str(found["item"]): None if found.get("unreachable") or found.get("failed") else found["after"]
         for found in results
     }
-    return standing.text(records, float(now))
+    return standing.text(records, time.time())
 
 
 class FilterModule:

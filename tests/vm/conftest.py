@@ -71,20 +71,46 @@ class Played:
         self.changed = int(found.group(1)) if found else None
 
 
+def start(machine: Machine, work: Path, argv: list[str], **variables: Any) -> subprocess.Popen[str]:
+    """Start ansible-playbook for the machine, with its output in one pipe."""
+    hosts = {machine.name: {**vm.connection(machine.name), **variables}}
+    (work / "hosts.json").write_text(json.dumps({"gpu-boxes": {"hosts": hosts}}))
+    return subprocess.Popen(
+        [str(BIN / "ansible-playbook"), "-i", str(work / "hosts.json"), *argv],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0", "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+
+
+def write_play(work: Path, roles: list[str], tasks: list[dict[str, Any]]) -> str:
+    """Write a playbook and return its path."""
+    path = work / "play.json"
+    plan = [{"name": "Test", "hosts": "gpu-boxes", "gather_facts": False, "roles": roles, "tasks": tasks}]
+    path.write_text(json.dumps(plan))
+    return str(path)
+
+
 @pytest.fixture(scope="session")
-def machine() -> Iterator[Machine]:
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """Give the machine with four simulated GPUs and the loaded module ``nvidia`` 550.000.01, which boots load."""
     with boxes.lock():
         vm.up(Machine.name)
+    vm.set_post(Machine.name, 0)
     box = Machine()
     library = nvml.build()
     assert library is not None
     box.run(
         "mkdir -p /etc/nvml-sim && echo nvidia > /etc/modules-load.d/nvidia.conf && "
-        "install -D /opt/kernel/nvidia.ko /lib/modules/$(uname -r)/updates/nvidia.ko && depmod && modprobe nvidia"
+        "install -D /opt/kernel/nvidia.ko /lib/modules/$(uname -r)/updates/nvidia.ko && depmod && "
+        "(rmmod nvidia 2>/dev/null; modprobe nvidia)"
     )
     box.put(nvml.LIBRARY_PATH, library)
     box.put(nvml.FACTS_PATH, (NVML_SIM / "boxes" / "box1.json").read_bytes())
+    work = tmp_path_factory.mktemp("common")
+    # The program on the box carries what reads NVML.
+    process = start(box, work, [write_play(work, ["common"], [])])
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
     yield box
     if not os.environ.get("VM_KEEP"):
         vm.down(Machine.name)
@@ -104,16 +130,8 @@ def play(machine: Machine, tmp_path: Path) -> Any:
         kill_after: str = "",
         **variables: Any,
     ) -> Played:
-        plan = [{"name": "Test", "hosts": "all", "gather_facts": False, "roles": list(roles), "tasks": tasks or []}]
-        (tmp_path / "play.json").write_text(json.dumps(plan))
-        hosts = {machine.name: {**vm.connection(machine.name), **variables}}
-        (tmp_path / "hosts.json").write_text(json.dumps({"gpu-boxes": {"hosts": hosts}}))
-        argv = [str(BIN / "ansible-playbook"), "-i", str(tmp_path / "hosts.json")]
-        argv.append(playbook or str(tmp_path / "play.json"))
-        env = {**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0", "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(
-            argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        path = playbook or write_play(tmp_path, list(roles), tasks or [])
+        process = start(machine, tmp_path, [path], **variables)
         seen = []
         for line in process.stdout or ():
             seen.append(line)
