@@ -61,7 +61,7 @@ import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.vllm_fleet import engine_metrics, release
+from ansible.module_utils.vllm_fleet import engine_metrics, release, wide
 from ansible.module_utils.vllm_fleet.errors import FleetError
 from ansible.module_utils.vllm_fleet.facts import engine_http, units
 from ansible.module_utils.vllm_fleet.files import read_json
@@ -76,6 +76,8 @@ def count(name):
         lane = read_json(os.path.join(release.LANES, name, "current", "lane.json"), "lane")
     except FleetError:
         return {"lane": name, "running": True, "in_flight": None}
+    if not wide.has_api(lane):
+        return {"lane": name, "running": True, "in_flight": 0}  # its requests are the head's
     status, text = engine_http.fetch(lane["host"], int(lane["port"]), "/metrics", timeout=5)
     found = engine_metrics.in_flight(text) if status == 200 else None
     if found is None and state["ActiveState"] != "active":

@@ -11,6 +11,7 @@ import re
 from typing import Any, Dict, List, Mapping, Sequence
 
 from .errors import RefusedError, UsageError
+from .wide import has_api
 
 #: What a name may hold inside HAProxy's configuration and on its command line.
 NAME = re.compile(r"[A-Za-z0-9_.:-]+", re.ASCII)
@@ -142,7 +143,7 @@ def pools(
         for lane in boxes[box]["lanes"]:
             name = server_name(box, lane["lane"])
             known.add(name)
-            if name in exclude:
+            if name in exclude or not has_api(lane):
                 continue
             host = boxes[box]["address"] if lane["host"] in _EVERYWHERE else lane["host"]
             if _LOOPBACK.match(host) and box != balancer:

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from .errors import UsageError
 from .schema import MapOf, Nullable, Record, Text, Where
+from .wide import has_api
 
 PATH = "/var/lib/vllm-fleet/rollout.json"
 
@@ -84,12 +85,12 @@ def alone(moving: Mapping[str, Sequence[str]], fleet: Mapping[str, Sequence[Mapp
     """
     served: Dict[str, int] = {}
     for lanes in fleet.values():
-        for lane in lanes:
+        for lane in filter(has_api, lanes):
             served[lane["served_names"][0]] = served.get(lane["served_names"][0], 0) + 1
     return [
         f"{box}:{lane['lane']}"
         for box in sorted(moving)
-        for lane in fleet.get(box, [])
+        for lane in filter(has_api, fleet.get(box, []))
         if lane["lane"] in moving[box] and served[lane["served_names"][0]] == 1
     ]
 
