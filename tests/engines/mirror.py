@@ -6,7 +6,6 @@ products stay out of the repository and come from the stock wheel, as they do fo
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -63,11 +62,6 @@ def git(folder: Path, *words: str) -> str:
     done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def sha256(path: Path) -> str:
-    """Return a file's SHA-256."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Mirror:
@@ -128,7 +122,7 @@ class Mirror:
         self.lock.write_text(re.sub(r"^vllm==.*\n(?: .*\n)+", "", stock.read_text(), flags=re.MULTILINE))
         self.write_entry(ENGINE, {
             "route": "wheel", "paths": self.products,
-            "wheel": {"requirement": f"vllm=={wheels.VERSION}+cpu", "sha256": sha256(self.wheel)},
+            "wheel": {"requirement": f"vllm=={wheels.VERSION}+cpu", "sha256": wheels.sha256_of(self.wheel)},
         })  # fmt: skip
 
     def write_entry(self, name: str, products: dict[str, Any]) -> None:
@@ -139,7 +133,9 @@ class Mirror:
             "install": {
                 "repository": f"file://{self.repository}",
                 "base": {"tag": TAG, "commit": self.base},
-                "bundle": {"file": self.bundle.name, "sha256": sha256(self.bundle), "ref": "refs/heads/public"},
+                "bundle": {
+                    "file": self.bundle.name, "sha256": wheels.sha256_of(self.bundle), "ref": "refs/heads/public",
+                },
                 "commit": self.commit, "tree": self.tree, "products": products,
                 "editable": {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": f"{wheels.VERSION}+cpu"},
                 "torch": wheels.TORCH, "disk_gib": 5,

@@ -18,7 +18,7 @@ import yaml
 
 from lab import wheels
 from tests.engines.conftest import Fleet
-from tests.engines.mirror import CHANGED, ENGINE, Mirror, flip, sha256
+from tests.engines.mirror import CHANGED, ENGINE, Mirror, flip
 from tests.lab.conftest import BIN, ROOT, Box
 
 pytestmark = pytest.mark.timeout(1800)
@@ -69,7 +69,7 @@ def test_one_wrong_byte_stops_the_build_before_it_begins(fleet: Fleet, mirror: M
     name = f"{ENGINE}-tarball"
     mirror.write_entry(name, {
         "route": "tarball", "paths": ["vllm/fs_io_C.abi3.so"],
-        "tarball": {"file": mirror.tarball.name, "sha256": sha256(mirror.tarball), "files": 2},
+        "tarball": {"file": mirror.tarball.name, "sha256": wheels.sha256_of(mirror.tarball), "files": 2},
     })  # fmt: skip
     (mirror.catalog / "engines" / f"{name}.lock").write_text(text)
     flip(mirror.tarball)
@@ -80,7 +80,7 @@ def test_one_wrong_byte_stops_the_build_before_it_begins(fleet: Fleet, mirror: M
 
     entry = mirror.catalog / "engines" / f"{ENGINE}.yml"
     good = entry.read_text()
-    entry.write_text(good.replace(sha256(mirror.wheel), "f" * 64))
+    entry.write_text(good.replace(wheels.sha256_of(mirror.wheel), "f" * 64))
     done = fleet.play("playbooks/engine.yml", "-l", "box1")
     assert "hash_differs" in done.text, done.text[-3000:]
     assert wheels.WHEEL.split("-")[0] in done.text
