@@ -14,7 +14,7 @@ import tempfile
 import time
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
 
-from . import verdict
+from . import p2p_worker, verdict  # the worker is imported so that Ansible packs it into a module
 from .engine_python import EnginePython, environment
 
 #: elements of float32: one payload that NCCL sends in its low-latency way, one of 168 MB
@@ -79,7 +79,7 @@ def run_arm(launcher: Launcher, arm: str, pairs: Sequence[str]) -> Dict[str, Dic
 
 def _launch(launcher: Launcher, arm: str, pairs: Sequence[str]) -> Dict[str, Dict[str, Any]]:
     """Start all ranks and follow them; return the outcome of at least the first pair."""
-    source = pkgutil.get_data(__package__ or "", "p2p_worker.py")
+    source = pkgutil.get_data(__package__ or "", os.path.basename(p2p_worker.__file__ or "p2p_worker.py"))
     if source is None:
         raise RuntimeError("p2p_worker.py is not in the package")
     directory = tempfile.mkdtemp(prefix="vllm-fleet-p2p.")

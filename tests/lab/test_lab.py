@@ -24,7 +24,7 @@ CACHE = "/var/cache/vllm-fleet/main"
 def journal_names(box: Box, codes: set[str]) -> set[str]:
     """Wait until the unit's journal of the last start names the reason codes; return those that it named in time."""
     since = box.run("date +%s")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     named: set[str] = set()
     while time.monotonic() < deadline and named != codes:
         journal = box.run(f"journalctl -u vllm@main --since=@{since} --no-pager -o cat")
@@ -214,7 +214,8 @@ def test_verify_changes_nothing_and_names_box_check_and_fix(box1: Box) -> None:
         assert play(*SITE).failed["box1"] == 1
         assert box1.pid() == pid
         assert box1.complete()["model"] == "tiny"
-        box1.run("systemctl restart --no-block vllm@main")
+        # The starts of the tests before count towards the unit's limit.
+        box1.run("systemctl reset-failed vllm@main; systemctl restart --no-block vllm@main")
         assert journal_names(box1, {*DAMAGE}) == {*DAMAGE}
         assert box1.show("ActiveState") != "active"
     finally:
