@@ -42,6 +42,11 @@ options:
     type: str
     choices: [auto, "off"]
     default: auto
+  packages:
+    description: Packages to install instead of those that the source is known to have.
+    type: list
+    elements: str
+    default: []
   repository:
     description: NVIDIA's repository, for O(source=nvidia_repository).
     type: dict
@@ -170,6 +175,7 @@ import time
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.vllm_fleet.driver import plan
 from ansible.module_utils.vllm_fleet.driver.names import driver_version
+from ansible.module_utils.vllm_fleet.driver.sources import RUN_FILE
 from ansible.module_utils.vllm_fleet.errors import FleetError, RefusedError
 from ansible.module_utils.vllm_fleet.facts import driver, packages
 from ansible.module_utils.vllm_fleet.facts.host import read_text
@@ -200,7 +206,7 @@ def make(params, check_mode):
         chosen["warnings"].append(f"{keyring} is not there yet, so apt could not be asked for versions")
     elif chosen["ask"]:
         answer = packages.simulate(chosen["ask"], files, refresh, move=bool(params["version"]))
-    by_hand = params["source"] == plan.RUN_FILE
+    by_hand = params["source"] == RUN_FILE
     if by_hand or answer == packages.NOTHING:
         final = plan.judge_headers(params, chosen, answer)
     else:
@@ -239,6 +245,7 @@ def main():
             "flavour": {"type": "str", "default": "auto", "choices": ["auto", "open", "proprietary"]},
             "modules": {"type": "str", "default": "dkms", "choices": ["dkms", "signed"]},
             "fabric_manager": {"type": "str", "default": "auto", "choices": ["auto", "off"]},
+            "packages": {"type": "list", "elements": "str", "default": []},
             "repository": {
                 "type": "dict",
                 "options": {

@@ -75,7 +75,7 @@ def wanted(**changes: Any) -> dict[str, Any]:
     """Return the parameters of a plan."""
     return {
         "source": "distribution", "version": None, "branch": None, "flavour": "auto", "modules": "dkms",
-        "fabric_manager": "auto", "repository": None, "mirror": "http://deb.debian.org/debian",
+        "fabric_manager": "auto", "packages": [], "repository": None, "mirror": "http://deb.debian.org/debian",
         "security_mirror": "http://deb.debian.org/debian-security", **changes,
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllm_fleet import checks, cli
-from vllm_fleet.driver import codes, generations, names, plan, power, state, verify
+from vllm_fleet.driver import codes, generations, names, plan, power, sources, state, verify
 from vllm_fleet.errors import FleetError, RefusedError, UsageError
 from vllm_fleet.facts import driver as adapter
 from vllm_fleet.facts import driver_live, packages
@@ -265,8 +265,8 @@ def test_a_bare_debian_box():
     assert chosen["headers"] == [f"linux-headers-{given.KERNEL}", "linux-headers-amd64"]
     assert chosen["packages"][0] == "nvidia-kernel-dkms"
     assert chosen["ask"] == chosen["headers"] + chosen["packages"]
-    assert "non-free-firmware" in chosen["files"][plan.SOURCE_FILE]
-    assert f"Pin: version {given.VERSION}*" in chosen["files"][plan.PIN_FILE]
+    assert "non-free-firmware" in chosen["files"][sources.SOURCE_FILE]
+    assert f"Pin: version {given.VERSION}*" in chosen["files"][sources.PIN_FILE]
     final = plan.judge(given.wanted(version=given.VERSION), chosen, given.bare(), given.answer())
     assert final["version"] == given.VERSION
     assert "nvidia-kernel-dkms=535.309.01-0+deb12u1" in final["install"]
@@ -321,6 +321,14 @@ def test_an_enrolled_key_and_signed_modules_pass_secure_boot():
     assert not any("dkms" in name for name in chosen["packages"])
 
 
+def test_the_inventory_may_name_the_packages_itself():
+    want = given.wanted(source="nvidia_repository", packages=["nvidia-open-580"], repository={
+        "uri": "https://r", "suite": "/", "components": "", "keyring": "/k.gpg"})  # fmt: skip
+    chosen = plan.choose(want, given.bare(), given.UBUNTU)
+    assert chosen["packages"] == ["nvidia-open-580"]
+    assert "Signed-By: /k.gpg" in chosen["files"][sources.SOURCE_FILE]
+
+
 def test_ubuntu_needs_a_branch():
     assert refused(given.wanted(), given.bare(), given.UBUNTU) == "branch_needed"
     chosen = plan.choose(given.wanted(branch=570), given.bare(nvswitch=True), given.UBUNTU)
@@ -331,9 +339,9 @@ def test_the_header_metapackages_are_those_of_the_images():
     box = given.bare(
         packages=[given.package("linux-image-generic-hwe-24.04", "6.8"), given.package("linux-image-6.8.0-1", "6")]
     )
-    assert plan.header_packages(box)[-1] == "linux-headers-generic-hwe-24.04"
+    assert sources.header_packages(box)[-1] == "linux-headers-generic-hwe-24.04"
     box = given.bare(packages=[], kernels=[given.kernel("6.1.0-57-cloud-amd64", None, False)])
-    assert plan.header_packages(box) == ["linux-headers-6.1.0-57-cloud-amd64", "linux-headers-cloud-amd64"]
+    assert sources.header_packages(box) == ["linux-headers-6.1.0-57-cloud-amd64", "linux-headers-cloud-amd64"]
 
 
 @pytest.mark.parametrize(
@@ -532,7 +540,11 @@ def test_every_code_is_in_the_operators_page():
     rows = {word for cell in re.findall(r"^\| (`[^|]+`) \|", page, re.M) for word in re.findall(r"`(\w+)`", cell)}
     refusals = {
         word
-        for path in ("module_utils/vllm_fleet/driver/plan.py", "library/nvidia_driver_plan.py")
+        for path in (
+            "module_utils/vllm_fleet/driver/plan.py",
+            "module_utils/vllm_fleet/driver/sources.py",
+            "library/nvidia_driver_plan.py",
+        )
         for word in re.findall(r'RefusedError\(\s*"(\w+)"', (ROOT / path).read_text())
     } | {"repository_key", "apt_refuses"}
     needing = {name for name, code in codes.CODES.items() if code.status != checks.PASS}

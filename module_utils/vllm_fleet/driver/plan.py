@@ -10,15 +10,9 @@ import re
 from typing import Any, Dict, List, Optional
 
 from ..errors import RefusedError
-from . import generations, state
+from . import generations
 from .names import driver_version, family, numbered
-
-DISTRIBUTION, REPOSITORY, RUN_FILE, NONE = "distribution", "nvidia_repository", "run_file", "none"
-#: branch of the driver that a release of Debian carries (packages.debian.org, source nvidia-graphics-drivers)
-DEBIAN_BRANCHES = {"bullseye": 470, "bookworm": 535, "trixie": 550}
-DKMS, SIGNED = "dkms", "signed"
-SOURCE_FILE = "/etc/apt/sources.list.d/vllm-fleet-nvidia.sources"
-PIN_FILE = "/etc/apt/preferences.d/vllm-fleet-nvidia"
+from .sources import DEBIAN_BRANCHES, DISTRIBUTION, RUN_FILE, SIGNED, files, header_packages, package_names
 
 SECURE_BOOT_STEPS = (
     "one of these, then run again. (1) Turn Secure Boot off in the firmware. (2) Enrol the key that DKMS signs with: "
@@ -201,106 +195,6 @@ def _check_mixture(wanted: Dict[str, Any], facts: Dict[str, Any]) -> None:
             f"libraries of driver {facts['userland']} are here and no package owns them (a .run file)",
             "nvidia-uninstall, with the lanes stopped; or nvidia_driver_source: run_file or none",
         )
-
-
-def package_names(wanted: Dict[str, Any], flavour: str, system: Dict[str, str], facts: Dict[str, Any]) -> List[str]:
-    """Return the packages of a compute driver without a display, as the source names them."""
-    is_open = flavour == generations.OPEN
-    branch = wanted["branch"] or generations.branch(wanted["version"])
-    if wanted["source"] == DISTRIBUTION and system.get("ID") == "ubuntu":
-        if branch is None:
-            raise RefusedError(
-                "branch_needed",
-                "Ubuntu has one set of packages for each branch of the driver",
-                "set nvidia_driver_version",
-            )
-        kind = "-open" if is_open else ""
-        names = [
-            f"nvidia-utils-{branch}-server",
-            f"nvidia-compute-utils-{branch}-server",
-            f"libnvidia-compute-{branch}-server",
-        ]
-        if wanted["modules"] == SIGNED:
-            names += [f"linux-modules-nvidia-{branch}-server{kind}-{item['release']}" for item in facts["kernels"]]
-        else:
-            names.append(f"nvidia-dkms-{branch}-server{kind}")
-        fabric = f"nvidia-fabricmanager-{branch}"
-    elif wanted["source"] == DISTRIBUTION:
-        names = ["nvidia-open-kernel-dkms" if is_open else "nvidia-kernel-dkms"]
-        names += ["libcuda1", "libnvidia-ml1", "nvidia-smi", "nvidia-persistenced"]
-        fabric = ""
-    elif system.get("ID") == "ubuntu":  # NVIDIA's driver installation guide, "Ubuntu", compute-only
-        names = [
-            "nvidia-dkms-open" if is_open else "nvidia-dkms",
-            "libnvidia-compute",
-            "nvidia-utils",
-            "nvidia-persistenced",
-        ]
-        fabric = "nvidia-fabricmanager"
-    else:  # the same, "Debian", compute-only
-        names = [
-            "nvidia-kernel-open-dkms" if is_open else "nvidia-kernel-dkms",
-            "nvidia-driver-cuda",
-            "nvidia-persistenced",
-        ]
-        fabric = "nvidia-fabricmanager"
-    if facts["nvswitch"] and wanted["fabric_manager"] == "auto":
-        if not fabric:
-            raise RefusedError(
-                "fabric_manager_unavailable",
-                "this box has an NVSwitch and the distribution has no fabric manager for it",
-                "set nvidia_driver_source: nvidia_repository",
-            )
-        names.append(fabric)
-    return names
-
-
-def header_packages(facts: Dict[str, Any]) -> List[str]:
-    """Return the packages with the headers of every installed kernel, and the metapackages for later ones.
-
-    Without the metapackage the next kernel comes without its headers, and the module is gone after the reboot.
-    """
-    names = [f"linux-headers-{item['release']}" for item in facts["kernels"] if not item["headers"]]
-    metas = [
-        item["name"].replace("linux-image-", "linux-headers-", 1)
-        for item in facts["packages"] or []
-        if re.match(r"linux-image-(?!\d|extra|unsigned)[\w.-]+\Z", item["name"]) and not item["name"].endswith("-dbg")
-    ]
-    if not metas:
-        release = state.next_kernel(facts) or facts["kernels"][-1]["release"]
-        flavour = re.sub(r"\A[\d.]+(?:[-+~]\w*\d[\w.]*)*-", "", release)
-        metas = [f"linux-headers-{flavour}"]
-    return names + sorted(set(metas))
-
-
-def files(wanted: Dict[str, Any], system: Dict[str, str]) -> Dict[str, str]:
-    """Return the apt files that the source and the pinned version need, path to text; an empty text means no file."""
-    found = {SOURCE_FILE: "", PIN_FILE: ""}
-    head = "# Written by vllm-fleet (role nvidia_driver).\n"
-    if wanted["source"] == REPOSITORY:
-        where = wanted["repository"]
-        found[SOURCE_FILE] = (
-            f"{head}Types: deb\nURIs: {where['uri']}\nSuites: {where['suite']}\n"
-            + (f"Components: {where['components']}\n" if where["components"] else "")
-            + f"Signed-By: {where['keyring']}\n"
-        )
-    elif wanted["source"] == DISTRIBUTION and system.get("ID") == "debian":
-        name = system["VERSION_CODENAME"]
-        parts = "contrib non-free non-free-firmware" if name not in ("buster", "bullseye") else "contrib non-free"
-        keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
-        found[SOURCE_FILE] = (
-            f"{head}Types: deb\nURIs: {wanted['mirror']}\nSuites: {name} {name}-updates\n"
-            f"Components: {parts}\nSigned-By: {keyring}\n\n"
-            f"Types: deb\nURIs: {wanted['security_mirror']}\nSuites: {name}-security\n"
-            f"Components: {parts}\nSigned-By: {keyring}\n"
-        )
-    if wanted["version"]:
-        found[PIN_FILE] = (
-            f"{head}# The whole family moves together or not at all; a priority above 1000 also goes back.\n"
-            f"Package: *nvidia* libcuda1 libcudadebugger1 libnvcuvid1 cuda-drivers*\n"
-            f"Pin: version {wanted['version']}*\nPin-Priority: 1001\n"
-        )
-    return found
 
 
 def judge(
