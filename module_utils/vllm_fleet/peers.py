@@ -77,7 +77,7 @@ def judge(
     :param leads: this is the head.
     """
     kept: Memory = {**memory, "partners": dict(memory["partners"]), "since": dict(memory["since"])}
-    if own["invocation"] != kept["invocation"] or not own["alive"]:
+    if own["invocation"] != kept["invocation"]:
         kept.update(invocation=own["invocation"], partners={})
     action: Optional[Action] = None
     waits: Dict[str, float] = {}
