@@ -121,7 +121,7 @@ class Build:
         except OSError as error:
             raise RefusedError(f"{step}_failed", f"{argv[0]} cannot be run: {error.strerror}") from None
         if done.returncode:
-            tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+            tail = "\n".join((done.stdout + "\n" + done.stderr).strip().splitlines()[-12:])
             raise RefusedError(f"{step}_failed", f"{os.path.basename(argv[0])} says:\n{tail}")
         return done.stdout.strip()
 
