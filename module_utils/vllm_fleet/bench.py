@@ -21,6 +21,9 @@ Result = Dict[str, Any]
 
 PERCENTILES = (50, 90, 99)
 
+#: a run below this is no measure of anything: on fast cards half a second gave results a quarter apart
+SHORT_S = 2.0
+
 #: what is compared: name, path in the document, whether more is better, whether a loss is a warning. The outer
 #: percentiles of some dozens of requests jump from run to run, so they are shown and decide nothing.
 METRICS: Tuple[Tuple[str, Tuple[str, ...], bool, bool], ...] = (
@@ -117,6 +120,12 @@ def compare(now: Result, before: Optional[Result], share: float) -> Tuple[List[L
     if before is None:
         message = f"{now['output_tokens_per_s']:g} tokens/s; no earlier release was measured under this load"
         return rows, checks.result("bench", checks.PASS, "nothing_to_compare", message)
+    brief = min(float(now["seconds"]), float(before["seconds"]))
+    if brief < SHORT_S:
+        message = f"a run of {brief:g} s says little; release {before['release']} can't be compared"
+        prompts = int(now["load"]["prompts"] * 10 / max(brief, 0.1))
+        fix = f"measure both with more requests, for example --prompts {prompts}"
+        return rows, checks.result("bench", checks.UNKNOWN, "too_short", message, fix)
     if slower:
         message = f"slower than release {before['release']} by more than {share:.0%}: {', '.join(slower)}"
         fix = "repeat it on an idle box; if it stays, look at what the release changed, or roll back"

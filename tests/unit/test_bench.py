@@ -65,6 +65,13 @@ def test_a_loss_beyond_the_share_is_a_warning(changes, status, named):
     assert {len(row) for row in rows} == {5}
 
 
+def test_a_run_of_half_a_second_decides_nothing():
+    for now, before in ((result(duration=0.5), result("a")), (result(), result("a", duration=0.5))):
+        _, verdict = bench.compare(now, before, 0.2)
+        assert (verdict["status"], verdict["reason"]) == ("unknown", "too_short")
+        assert "--prompts 640" in verdict["fix"]
+
+
 def test_without_an_earlier_release_there_is_nothing_to_compare():
     rows, verdict = bench.compare(result(), None, 0.2)
     assert (verdict["status"], verdict["reason"]) == ("pass", "nothing_to_compare")
