@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import getpass
 import json
 import os
-import platform
 import time
 from typing import Iterator
 
@@ -16,10 +14,9 @@ from .errors import RefusedError
 
 def _who(purpose: str) -> bytes:
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    user = os.environ.get("SUDO_USER") or getpass.getuser()
-    return json.dumps(
-        {"pid": os.getpid(), "user": user, "host": platform.node(), "since": since, "purpose": purpose}
-    ).encode()
+    user = os.environ.get("SUDO_USER") or os.environ.get("LOGNAME") or f"user id {os.geteuid()}"
+    who = {"pid": os.getpid(), "user": user, "host": os.uname().nodename, "since": since, "purpose": purpose}
+    return json.dumps(who).encode()
 
 
 def holder(path: str) -> str:

@@ -7,7 +7,6 @@ paths go through ``root``, which is ``/`` on a box.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import re
 import time
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set
 
-from . import checks, journal, release, render, runtime_env, topology, verdict_store, wide
+from . import checks, journal, locks, release, render, runtime_env, topology, verdict_store, wide
 from .errors import FleetError, RefusedError
 from .facts import collect, host, interfaces, ports
 from .files import read_json, write_atomic
@@ -241,22 +240,12 @@ def box_lock(root: str = "/", wait: float = LOCK_S) -> Iterator[None]:
     """
     directory = host.under(root, RUN)
     os.makedirs(directory, mode=0o755, exist_ok=True)
-    descriptor = os.open(os.path.join(directory, "start.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + wait
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise RefusedError(
-                        "start_locked", f"another start check of this box holds its lock for {wait:g} s"
-                    ) from None
-                time.sleep(0.05)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locks.hold(os.path.join(directory, "start.lock"), "start check", wait))
+        except RefusedError as error:
+            raise RefusedError("start_locked", f"after {wait:g} s {error.message}") from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def check(lane: str, root: str = "/", read: Optional[Reader] = None, timeout: Optional[float] = None) -> Dict[str, Any]:
