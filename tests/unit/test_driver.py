@@ -15,6 +15,7 @@ from vllm_fleet.errors import FleetError, RefusedError, UsageError
 from vllm_fleet.facts import driver as adapter
 from vllm_fleet.facts import driver_live, packages
 from vllm_fleet.facts import power as power_adapter
+from vllm_fleet.preflight import gather
 
 from tests.unit import driver_fixtures as given
 
@@ -247,6 +248,19 @@ def test_what_apt_would_do():
 )
 def test_the_drivers_version_in_a_packages(version, expected):
     assert names.upstream(version) == expected
+
+
+def test_the_preflight_reads_the_box_and_keeps_the_versions_that_nvml_told(tmp_path):
+    (tmp_path / "boot").mkdir()
+    (tmp_path / f"boot/vmlinuz-{NEW}").touch()
+    module = tmp_path / f"lib/modules/{NEW}"
+    module.mkdir(parents=True)
+    facts = {"vendor": "nvidia", "driver": {"loaded": "580.1", "userland": "580.1"}}
+    found = gather.read_box(facts, str(tmp_path))["driver"]
+    assert (found["installed"], found["loaded"], found["next_kernel"]) == ("580.1", "580.1", NEW)
+    assert found["reboot_blocked"] == ["next_boot_module_missing"]
+    assert gather.read_box({**facts, "vendor": "corex"}, str(tmp_path))["driver"] is None
+    assert gather.read_box(None, str(tmp_path))["driver"] is None
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------
