@@ -21,6 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = ROOT / ".venv" / "bin"
 
 
+#: a line of ``box_reboot`` about a box that it waits for
+WAITING = r"^  t-vm: (shutting down|refuses|no answer|SSH is up|away)"
+
+
 class Machine:
     """The machine, as its owner sees it over SSH, and as plays reach it."""
 
@@ -120,7 +124,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 def play(machine: Machine, tmp_path: Path) -> Any:
     """Return a function that runs roles, tasks or a playbook of the project on the machine.
 
-    With ``kill_after`` it is killed once that text appears.
+    With ``kill_after`` it is killed at the first line that this pattern matches.
     """
 
     def run(
@@ -135,7 +139,7 @@ def play(machine: Machine, tmp_path: Path) -> Any:
         seen = []
         for line in process.stdout or ():
             seen.append(line)
-            if kill_after and kill_after in line:
+            if kill_after and re.search(kill_after, line):
                 os.killpg(process.pid, signal.SIGKILL)
                 break
         process.wait(60)

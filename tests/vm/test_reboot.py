@@ -7,6 +7,7 @@ but has a version, and the GPUs are the simulator's; kernel, initramfs, systemd,
 from __future__ import annotations
 
 import pytest
+from conftest import WAITING
 
 from lab import vm
 
@@ -93,7 +94,7 @@ def test_a_killed_run_goes_on_with_the_proof(machine, play, tmp_path):
     )
     before, boots = machine.boot_id(), machine.boots()
     killed = play(
-        "reboot", kill_after=f"{machine.name}: shutting down", reboot_allowed=True, rotation_leave_tasks=str(leave),
+        "reboot", kill_after=WAITING, reboot_allowed=True, rotation_leave_tasks=str(leave),
         rotation_drain_deadline=5, **DUE,
     )  # fmt: skip
     assert killed.status == -9, killed.text

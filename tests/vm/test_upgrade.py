@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import WAITING
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "molecule" / "corex_driver" / "corex-driver-linux64-4.3.8-x86_64.run"
@@ -106,7 +107,7 @@ def test_a_process_that_holds_a_card_is_named_and_stops_the_upgrade(machine, pla
 def test_an_upgrade_that_is_killed_is_seen_with_its_age_and_goes_on(machine, play, installers):
     before, boots = machine.boot_id(), machine.boots()
     killed = play(
-        playbook="playbooks/upgrade_driver.yml", reboot_allowed=True, kill_after=f"{machine.name}: shutting down",
+        playbook="playbooks/upgrade_driver.yml", reboot_allowed=True, kill_after=WAITING,
         **installers[1], **UPGRADE,
     )  # fmt: skip
     assert killed.status == -9, killed.text
