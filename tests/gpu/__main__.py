@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections import Counter
@@ -38,10 +39,10 @@ FREE_WITHIN_S = 15.0
 Outcome = tuple[str, dict[str, Any]]
 
 
-def tensor_parallel(facts: dict[str, Any], cap: int) -> int:
+def tensor_parallel(gpus: list[dict[str, Any]], cap: int) -> int:
     """Return the lane's size: the largest power of two of cards of one name, at most ``cap``; the tiny checkpoint's
     layers divide by no other number."""
-    names = Counter(gpu["name"] for gpu in facts["gpus"] if gpu["health"] == "ok")
+    names = Counter(gpu["name"] for gpu in gpus)
     most = min(max(names.values(), default=1), cap)
     return 1 << (most.bit_length() - 1)
 
@@ -52,6 +53,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, where: place.Place) -> None:
         self.args, self.where, self.report = args, where, Report()
         self.facts: dict[str, Any] = {}
+        self.owned: list[str] = []
         self.lane: dict[str, Any] = {}
         self.engine: Engine | None = None
         self.cold: dict[str, Any] = {}
@@ -82,7 +84,11 @@ class Run:
         return f"{shown}, driver {driver['loaded']}", {"read_s": seconds}
 
     def resolve(self) -> Outcome:
-        size = tensor_parallel(self.facts, self.args.tensor_parallel_max)
+        self.owned = start.owned_by_others(place.LANE)
+        free = hardware.idle(self.facts, self.owned)
+        if not free:
+            raise StepError("no card of this machine is idle and free of other lanes")
+        size = tensor_parallel(free, self.args.tensor_parallel_max)
         self.lane = place.resolve(self.args.engine, size, self.args.overrides)
         self.where.prepare(self.lane)
         engine = self.lane["engine"]
@@ -93,12 +99,12 @@ class Run:
     def decide(self) -> Outcome:
         figures = {}
         for p2p in ("proven", "required", "trusted"):
-            policy = {"tensor_parallel": self.lane["policy"]["tensor_parallel"], "p2p": p2p}
+            policy = {"tensor_parallel": self.report.facts["size"], "p2p": p2p, "exclude": self.owned}
             decision = decide(self.facts, policy)
             figures[p2p] = f"{decision['status']} {decision['reason']}"
             if decision["status"] == "refused" and not (p2p == "required" and decision["reason"] == "p2p_unproven"):
                 raise StepError(f"{p2p}: {decision['reason']}: {decision['message']}")
-        decision = start.decide(self.lane, self.facts, start.owned_by_others(place.LANE))
+        decision = start.decide(self.lane, self.facts, self.owned)
         if start.refused(decision):
             raise StepError(f"{decision['reason']}: {decision['message']}")
         self.report.facts["decision"] = decision
@@ -331,6 +337,7 @@ def main() -> int:
         print("it must be root: the product's start check and its directories are root's", file=sys.stderr)
         return 2
     adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engine and the lane's files go also then
     try:
         with place.Place() as where:
             run = Run(args, where)

@@ -17,6 +17,8 @@ from .report import NotRunError, StepError
 #: what NVML and nvidia-smi must agree on, where nvidia-smi tells it
 SAME = ("bus_id", "uuid", "name", "memory_total_mib", "compute_capability", "mig")
 SAME_OF_A_PAIR = ("p2p_read", "p2p_write", "nvlink_lanes", "ancestor")
+#: more than this in use counts as busy, as in the decision
+BUSY_MIB = 1024
 _FAULT = "VLLM_FLEET_P2P_TEST_FAULT"
 
 Facts = dict[str, Any]
@@ -24,8 +26,20 @@ Outcome = tuple[str, dict[str, Any]]
 
 
 def is_real(facts: Facts) -> bool:
-    """Return whether the cards have device nodes; simulated ones exist in their library alone."""
-    return bool((facts.get("extra") or {}).get("nodes"))
+    """Return whether the cards have device nodes (WSL has others); simulated ones exist in their library alone."""
+    return bool((facts.get("extra") or {}).get("nodes")) or facts["host"]["virtualization"] == "wsl"
+
+
+def idle(facts: Facts, owned: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the cards that are whole, that nobody uses, and that no other lane of this machine owns."""
+    found = []
+    for gpu in facts["gpus"]:
+        names = (str(gpu["index"]), gpu["bus_id"])
+        taken = any(name in names or str(gpu["uuid"]).startswith(name) for name in owned or [])
+        busy = gpu["processes"] or (gpu["memory_used_mib"] or 0) > BUSY_MIB
+        if gpu["health"] == "ok" and not gpu["mig"] and not taken and not busy:
+            found.append(gpu)
+    return found
 
 
 def require_real(facts: Facts, what: str) -> None:
@@ -79,10 +93,12 @@ def compute(facts: Facts, engine: engine_python.EnginePython) -> Outcome:
     """Run the product's probe on each card."""
     require_real(facts, "a computation on each card")
     results = probe.probe(facts, engine, "cuda", 180.0)
-    wrong = [item["message"] for item in results if item["status"] != "pass"]
-    if wrong:
-        raise StepError("; ".join(wrong))
-    return f"right on {len(results)} card(s)", {"cards": [item["message"] for item in results]}
+    cards = [item["message"] for item in results]
+    if any(item["status"] == "fail" for item in results) or not any(item["status"] == "pass" for item in results):
+        raise StepError("; ".join(item["message"] for item in results if item["status"] != "pass"))
+    right = sum(item["status"] == "pass" for item in results)
+    busy = f", {len(results) - right} in use and left alone" if right < len(results) else ""
+    return f"right on {right} card(s){busy}", {"cards": cards}
 
 
 class Links:
@@ -90,7 +106,8 @@ class Links:
 
     def __init__(self, facts: Facts, engine: engine_python.EnginePython, tensor_parallel: int) -> None:
         self.facts, self.tensor_parallel = facts, tensor_parallel
-        self.pairs = p2p_proof.choose(facts, "")
+        free = {str(gpu["index"]) for gpu in idle(facts)}
+        self.pairs = [pair for pair in p2p_proof.choose(facts, "") if set(pair.split("-")) <= free]
         self.launcher = p2p_runner.Launcher(engine, engine_python.devices(facts), pair_s=30.0)
 
     def _require(self) -> None:
@@ -98,7 +115,7 @@ class Links:
         if self.tensor_parallel < 2:
             raise NotRunError("a lane of one card uses no link")
         if not self.pairs:
-            raise NotRunError(f"{len(self.facts['gpus'])} card(s), no pair with P2P or NVLink")
+            raise NotRunError(f"{len(self.facts['gpus'])} card(s), no idle pair with P2P or NVLink")
 
     def _run(self, pairs: list[str], fault: str = "") -> dict[str, Any]:
         if fault:
@@ -126,7 +143,7 @@ class Links:
         wrong = [f"{pair}: {result['message']}" for pair, result in results.items() if result["status"] != "pass"]
         if wrong:
             raise StepError("; ".join(wrong), figures)
-        verdict_store.save(self._document(results))
+        verdict_store.save(verdict.merge(verdict_store.load(), self._document(results)))
         return f"{len(results)} pair(s): the same values with P2P and without", {"milliseconds": figures}
 
     def faulty(self, fault: str, status: str, reason: str) -> Outcome:

@@ -94,8 +94,27 @@ def test_a_step_that_fails_holds_up_those_that_need_it_and_no_other(capsys):
     ],
 )
 def test_the_lane_takes_a_power_of_two_of_alike_cards(names, cap, size):
-    facts = {"gpus": [{"name": name, "health": "ok"} for name in names]}
-    assert gpu.tensor_parallel(facts, cap) == size
+    assert gpu.tensor_parallel([{"name": name} for name in names], cap) == size
+
+
+@pytest.mark.parametrize(
+    ("change", "owned", "free"),
+    [
+        ({}, [], [0, 1]),
+        ({"processes": [{"pid": 1}]}, [], [1]),
+        ({"memory_used_mib": 5000}, [], [1]),
+        ({"health": "lost"}, [], [1]),
+        ({}, ["1"], [0]),
+        ({}, ["GPU-c2000000-0000-4000-8000-000000000000"], [1]),
+        ({}, ["GPU-b1a0"], [0, 1]),
+    ],
+)
+def test_cards_in_use_and_those_of_other_lanes_are_left_alone(change, owned, free):
+    facts = pair_of_cards()
+    facts["gpus"][0].update(change)
+    assert [card["index"] for card in hardware.idle(facts, owned)] == free
+    expected = ["0-1"] if not change else []
+    assert hardware.Links(facts, engine_python.EnginePython("x", {}, None, None), 2).pairs == expected
 
 
 def test_the_lane_of_an_installed_engine(tmp_path, monkeypatch):
