@@ -61,6 +61,7 @@ def lanes() -> list[Lane]:
         Lane(box, lane["name"], f"{lane['host']}:{lane['port']}", lane["served_names"][0])
         for box in sorted(hosts)
         for lane in hosts[box]["vllm_lanes"]
+        if lane.get("boxes", [box])[0] == box  # of a lane that spans boxes only the head answers
     ]
 
 

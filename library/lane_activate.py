@@ -12,6 +12,7 @@ description:
   - Points C(current) at the wanted release in one step, reads the units again, enables the unit and restarts it, for
     each lane that needs it; a lane whose running process already comes from the wanted release is left alone.
   - Returns at once after the start was asked for; M(lane_ready) waits for the proof.
+  - A member of a lane that spans boxes ends after its head has answered what it had.
   - Enables and starts the lane's watchdog, or ends it where the lane turned it off.
   - With O(state=previous) the last good release comes back, or the one that the lane's C(release) names.
 version_added: "0.1.0"
@@ -87,8 +88,9 @@ import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.vllm_fleet import files, release, runtime_env, watchdog
-from ansible.module_utils.vllm_fleet.facts import host, units
+from ansible.module_utils.vllm_fleet import files, release, runtime_env, watchdog, wide
+from ansible.module_utils.vllm_fleet.errors import FleetError
+from ansible.module_utils.vllm_fleet.facts import host, peer_link, units
 
 
 def started_release(name):
@@ -136,6 +138,28 @@ def stop_idle(unit, systemctl):
             break
         time.sleep(0.1)
     systemctl("stop", unit)
+
+
+def wait_for_head(name, lane, told=peer_link.ask):
+    """Let the head of a lane that spans boxes answer what it has before this member of it ends.
+
+    It is over when the process that this one is joined with is gone; a head that does not end is not waited for longer
+    than its requests may take.
+    """
+    place = lane.get("part")
+    if wide.has_api(lane):
+        return
+    try:
+        joined = files.read_json(os.path.join(release.RUNTIME, name, "peers.json"), "state")["partners"]
+    except (FleetError, KeyError, TypeError):
+        return
+    partner = joined.get(place["boxes"][0])
+    deadline = time.monotonic() + release.shutdown_timeout(lane["rendered"]["argv"]) + 5
+    while partner and time.monotonic() < deadline:
+        said = told(place["addresses"][0], place["peer_port"], name).get("record")
+        if said is None or not said["alive"] or said["invocation"] != partner:
+            return
+        time.sleep(0.5)
 
 
 def watchdog_wanted(home, wanted):
@@ -213,9 +237,9 @@ def main():
         if watch:
             systemctl("enable", "--quiet", "--now", *watch)
         for row, home, unit, _state in todo:
-            row["log_offset"] = units.log_size(
-                files.read_json(os.path.join(home, "current", "lane.json"), "lane").get("log") or ""
-            )
+            lane = files.read_json(os.path.join(home, "current", "lane.json"), "lane")
+            row["log_offset"] = units.log_size(lane.get("log") or "")
+            wait_for_head(row["lane"], lane)
             if module.params["drained"]:
                 stop_idle(unit, systemctl)
             systemctl("reset-failed", unit)

@@ -42,7 +42,8 @@ def device_allow(accelerator: str, proc_devices: str, wide: bool = False) -> Lis
     return [f"char-{name} rw" for name in groups if name in present]
 
 
-def _shutdown_timeout(argv: Sequence[str]) -> int:
+def shutdown_timeout(argv: Sequence[str]) -> int:
+    """Return the seconds that the engine gives its requests when it is told to end."""
     for index, word in enumerate(argv):
         name, _, value = word.partition("=")
         if name == "--shutdown-timeout":
@@ -61,7 +62,7 @@ def unit_conf(lane: Mapping[str, Any], devices: Sequence[str], binding: Optional
     name = lane["lane"]
     deadline = int(lane["readiness"]["deadline_s"])
     lines_of = unit(lane)
-    stop = _shutdown_timeout(render(lane)["argv"]) + STOP_MARGIN_S
+    stop = shutdown_timeout(render(lane)["argv"]) + STOP_MARGIN_S
     lines = [
         f"# Lane {name}: profile {lane['profile']}, engine {lane['engine']['id']}. "
         "Written by vllm-fleet; edits are lost.",

@@ -26,7 +26,7 @@ LANE = {
     "served_names": ["tiny"], "api_key_file": "/etc/vllm-fleet/secrets/main.key", "boxes": ["box1", "box2"],
     "watchdog": {"interval_s": 5, "stall_s": 120, "silent_s": 60, "probe_every_s": 600},
     "readiness": {"deadline_s": START_S},
-    # With tensor parallelism the embedding is compiled by the first request, also where everything else is eager: half a
+    # With tensor parallelism the embedding is compiled by the first request, even where all else is eager: half a
     # minute of two processors that says nothing about lanes over boxes.
     "env": {"TORCH_COMPILE_DISABLE": 1},
 }  # fmt: skip
