@@ -87,12 +87,6 @@ def joint_rows(rows: Any, lanes: Any, hostvars: Any, box: str) -> List[Dict[str,
     return wide.joint(rows, lanes, staged, box)
 
 
-def batches(ramp: Any, boxes: Any, hostvars: Any) -> Any:
-    """Return the sizes of a rollout's batches: those of the ramp, grown where a lane spans boxes."""
-    lanes = {box: _plain(hostvars[box].get("lane_plan_resolved")) or [] for box in boxes}
-    return wide.batches(ramp if isinstance(ramp, list) else [ramp], boxes, lanes) or ramp
-
-
 def engine_inputs(lanes: Any, catalog_dir: str, interpreters: Any = None) -> List[Dict[str, Any]]:
     """Return what each engine of the resolved lanes is built from, each engine once."""
     entries = catalog.load(catalog_dir)
@@ -135,7 +129,6 @@ class FilterModule:
             "vllm_fleet_resolve_lanes": _readable(resolve_lanes),
             "vllm_fleet_box_addresses": _readable(box_addresses),
             "vllm_fleet_joint_rows": _readable(joint_rows),
-            "vllm_fleet_batches": _readable(batches),
             "vllm_fleet_left_out": _readable(wide.left_out),
             "vllm_fleet_engine_inputs": _readable(engine_inputs),
             "vllm_fleet_verify_rows": _readable(verify_rows),
@@ -144,6 +137,7 @@ class FilterModule:
             "vllm_fleet_rollout_plan": _readable(rollout.plan),
             "vllm_fleet_rollout_back": _readable(rollout.way_back),
             "vllm_fleet_rollout_alone": _readable(rollout.alone),
+            "vllm_fleet_rollout_batches": _readable(rollout.batches),
             "vllm_fleet_rollout_spent": _readable(rollout.spent),
             "vllm_fleet_rollout_table": _readable(rollout.table),
             "vllm_fleet_standing": _readable(standing_text),

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from .errors import UsageError
 from .schema import MapOf, Nullable, Record, Text, Where
-from .wide import has_api
+from .wide import has_api, together
 
 PATH = "/var/lib/vllm-fleet/rollout.json"
 
@@ -93,6 +93,36 @@ def alone(moving: Mapping[str, Sequence[str]], fleet: Mapping[str, Sequence[Mapp
         for lane in filter(has_api, fleet.get(box, []))
         if lane["lane"] in moving[box] and served[lane["served_names"][0]] == 1
     ]
+
+
+def batches(
+    boxes: Sequence[str], lanes: Mapping[str, Sequence[Mapping[str, Any]]], ramp: Sequence[Any]
+) -> List[List[str]]:
+    """Return the boxes in the batches in which they change; boxes that share a lane change together.
+
+    :param boxes: those that have something to do, in order.
+    :param lanes: their resolved lanes.
+    :param ramp: how many at a time, a number or a share of all (``"25%"``, at least one); the last entry repeats.
+    :raises UsageError: ``bad_ramp``.
+    """
+    sizes = []
+    for entry in ramp:
+        text = str(entry)
+        share = text.endswith("%")
+        digits = text[:-1] if share else text
+        if isinstance(entry, bool) or not digits.isdigit() or int(digits) < 1 or (share and int(digits) > 100):
+            raise UsageError("bad_ramp", f"{entry!r} is neither a number of boxes nor a share such as '25%'.")
+        sizes.append(max(1, len(boxes) * int(digits) // 100) if share else int(digits))
+    if not sizes:
+        raise UsageError("bad_ramp", "the ramp is empty; [1] takes one box at a time.")
+    made: List[List[str]] = []
+    for group in together(boxes, lanes):
+        size = sizes[min(len(made), len(sizes)) - 1] if made else 0
+        if made and len(made[-1]) + len(group) <= size:
+            made[-1] += group
+        else:
+            made.append(list(group))
+    return made
 
 
 #: what became of a box -> how it counts

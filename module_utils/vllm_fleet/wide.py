@@ -7,7 +7,7 @@ to nobody but the head. All parts live and die together; :mod:`.peers` says how.
 from __future__ import annotations
 
 import ipaddress
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
 from .arguments import Group, argument_value, canonical_flag
 from .errors import UsageError
@@ -202,37 +202,6 @@ def together(boxes: Sequence[str], lanes: Mapping[str, Iterable[Lane]]) -> List[
         if not any(box in group for group in done):
             done.append([other for other in boxes if other in group_of[box]])
     return done
-
-
-def batches(ramp: Sequence[Any], boxes: Sequence[str], lanes: Mapping[str, Iterable[Lane]]) -> List[int]:
-    """Return the sizes of the batches in which boxes change, in order: a batch never ends between boxes of one lane.
-
-    :param ramp: sizes as numbers or as texts such as ``10%`` of all boxes; the last one repeats.
-    :param lanes: resolved lanes by box.
-    :raises UsageError: ``bad_ramp``.
-    """
-    wanted = [_size(size, len(boxes)) for size in ramp]
-    inside: Set[int] = set()
-    for group in together(boxes, lanes):
-        places = [boxes.index(box) for box in group]
-        inside.update(range(min(places) + 1, max(places) + 1))
-    sizes: List[int] = []
-    begin = 0
-    while begin < len(boxes):
-        end = min(len(boxes), begin + wanted[min(len(sizes), len(wanted) - 1)])
-        while end in inside:
-            end += 1
-        sizes.append(end - begin)
-        begin = end
-    return sizes
-
-
-def _size(size: Any, boxes: int) -> int:
-    text = str(size)
-    share = text[:-1] if text.endswith("%") else ""
-    if not (share or text).isdigit():
-        raise UsageError("bad_ramp", f"a batch of {text!r}; expected a number of boxes or a share such as 10%.")
-    return max(1, int(share) * boxes // 100 if share else int(text))
 
 
 def joint(

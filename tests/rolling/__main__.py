@@ -30,8 +30,14 @@ class Result:
         self.slowest_s = report.slowest_s
 
 
+#: the load of the scenario that runs, for the line of one that does not hold
+_loads: list[Load] = []
+
+
 def loaded() -> Load:
-    return Load(fleet.edge_url(), fleet.edge_key())
+    """Return clients of the balancer, to be used as a context manager."""
+    _loads.append(Load(fleet.edge_url(), fleet.edge_key()))
+    return _loads[-1]
 
 
 def expect(true: bool, played: Played | None, what: str) -> None:
@@ -271,6 +277,7 @@ SCENARIOS: dict[str, Callable[[], Result]] = {
 def run(name: str) -> bool:
     """Run one scenario and print its line; return whether it holds."""
     began = time.monotonic()
+    _loads.clear()
     print(f"== {name}: {(SCENARIOS[name].__doc__ or '').strip()}", flush=True)
     try:
         wait_in_rotation(*fleet.BOXES)
@@ -278,6 +285,8 @@ def run(name: str) -> bool:
     except Exception as error:  # a scenario must not take the others with it
         if not isinstance(error, AssertionError):
             traceback.print_exc()
+        for load in _loads[-1:]:
+            print(f"  {load.report.requests} requests, {len(load.report.failures)} failed: {load.report.failures[:5]}")
         print(f"  FAILED after {time.monotonic() - began:.0f} s: {error}", flush=True)
         return False
     for failure in result.failures:

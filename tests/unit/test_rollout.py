@@ -143,3 +143,47 @@ def test_the_table_names_every_box():
     assert "41.5 s" in lines[1]
     assert "main none -> bbb" in lines[2]
     assert lines[2].endswith("late")
+
+
+def lanes_of(**shared: list[str]) -> dict:
+    """Return resolved lanes by box: one of its own each, and those that span boxes."""
+    boxes = [f"b{number}" for number in range(1, 11)]
+    found: dict = {box: [{"lane": "own", "served_names": ["m"]}] for box in boxes}
+    for name, members in shared.items():
+        for rank, box in enumerate(members):
+            found[box].append({"lane": name, "served_names": ["w"], "part": {"rank": rank, "boxes": members}})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "ramp", "sizes"),
+    [
+        (1, [1, "10%", "25%"], [1]),
+        (4, [1, "10%", "25%"], [1, 1, 1, 1]),
+        (10, [1, "20%", "50%"], [1, 2, 5, 2]),
+        (5, [2], [2, 2, 1]),
+        (3, ["100%"], [3]),
+    ],
+)
+def test_batches_follow_the_ramp(count, ramp, sizes):
+    boxes = [f"b{number}" for number in range(1, count + 1)]
+    made = rollout.batches(boxes, lanes_of(), ramp)
+    assert [len(batch) for batch in made] == sizes
+    assert [box for batch in made for box in batch] == boxes
+
+
+def test_boxes_that_share_a_lane_change_together():
+    made = rollout.batches(["b1", "b2", "b3", "b4"], lanes_of(wide=["b2", "b4"]), [1, 2])
+    assert made == [["b1"], ["b2", "b4"], ["b3"]]
+
+
+@pytest.mark.parametrize("ramp", [[], [0], ["0%"], ["110%"], ["x"], [True], [-1]])
+def test_a_ramp_that_means_nothing_is_refused(ramp):
+    with pytest.raises(UsageError) as caught:
+        rollout.batches(["b1"], lanes_of(), ramp)
+    assert caught.value.reason == "bad_ramp"
+
+
+def test_a_part_without_http_stands_in_for_nobody():
+    fleet = lanes_of(wide=["b1", "b2"])
+    assert rollout.alone({"b1": ["wide"], "b2": ["wide"]}, fleet) == ["b1:wide"]

@@ -190,29 +190,6 @@ def test_boxes_that_share_a_lane_change_together():
     assert wide.together([], {}) == []
 
 
-@pytest.mark.parametrize(
-    ("ramp", "boxes", "lanes", "expected"),
-    [
-        ([1, "10%", "25%"], "abcdefgh", {}, [1, 1, 2, 2, 2]),
-        ([1], "abc", {}, [1, 1, 1]),
-        ([5], "abc", {}, [3]),
-        ([1], "abc", {"a": [spans("a", "b")], "b": [spans("a", "b")]}, [2, 1]),
-        ([1], "abcd", {"a": [spans("a", "c")], "c": [spans("a", "c")]}, [3, 1]),
-        ([1, 2], "abcde", {"b": [spans("b", "c")], "c": [spans("b", "c")]}, [1, 2, 2]),
-        (["100%"], "", {}, []),
-    ],
-)
-def test_a_batch_never_ends_inside_a_lane(ramp, boxes, lanes, expected):
-    assert wide.batches(ramp, list(boxes), lanes) == expected
-
-
-@pytest.mark.parametrize("size", ["", "%", "x%", "-1", 1.5, None])
-def test_a_ramp_of_nonsense(size):
-    with pytest.raises(UsageError) as refused:
-        wide.batches([size], ["a"], {})
-    assert refused.value.reason == "bad_ramp"
-
-
 def test_who_is_left_out():
     lanes = [part("box1"), {"lane": "own"}]
     assert wide.left_out(lanes, ["box1", "box2", "box3"]) == {}
