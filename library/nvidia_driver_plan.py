@@ -175,7 +175,7 @@ import time
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.vllm_fleet.driver import plan
 from ansible.module_utils.vllm_fleet.driver.names import driver_version
-from ansible.module_utils.vllm_fleet.driver.sources import RUN_FILE
+from ansible.module_utils.vllm_fleet.driver.sources import RUN_FILE, SOURCE_FILE
 from ansible.module_utils.vllm_fleet.errors import FleetError, RefusedError
 from ansible.module_utils.vllm_fleet.facts import driver, packages
 from ansible.module_utils.vllm_fleet.facts.host import read_text
@@ -191,6 +191,7 @@ def make(params, check_mode):
     """Return the plan of the parameters for this box."""
     facts = driver.read()
     facts["packages"] = packages.installed()
+    facts["sources"] = packages.sources(without=SOURCE_FILE)
     if facts["packages"] is None:
         raise RefusedError("no_dpkg", "dpkg does not answer: the driver is installed on Debian and Ubuntu only")
     system = packages.os_release()

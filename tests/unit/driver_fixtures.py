@@ -51,6 +51,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "mok_enrolled": None,
         "packages": copy.deepcopy(PACKAGES),
         "fabric_manager": None,
+        "sources": [{"suites": ["bookworm"], "components": ["main"], "signed_by": None}],
     }
     return {**found, **copy.deepcopy(changes)}
 

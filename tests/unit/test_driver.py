@@ -242,6 +242,38 @@ def test_what_apt_would_do():
     assert found == {"installs": {"libcuda1": "535.2-1", "libnvidia-ml1": "535.2-1"}, "removes": ["nvidia-old"]}
 
 
+def test_what_the_source_files_offer(tmp_path):
+    directory = tmp_path / "etc/apt/sources.list.d"
+    directory.mkdir(parents=True)
+    (tmp_path / "etc/apt/sources.list").write_text(
+        "# deb http://d bookworm non-free\ndeb [arch=amd64 signed-by=/k.gpg] http://d bookworm main contrib # x\n"
+        "deb-src http://d bookworm non-free\n"
+    )
+    (directory / "debian.sources").write_text(
+        "Types: deb deb-src\nURIs: http://d\nSuites: trixie\n trixie-updates\nComponents: main non-free\n"
+        "Signed-By: /k.pgp\n\n"
+        "Enabled: no\nTypes: deb\nSuites: trixie\nComponents: contrib\n"
+    )
+    (directory / "ours.sources").write_text("Types: deb\nSuites: trixie\nComponents: contrib\n")
+    (directory / "old.bak").write_text("deb http://d bookworm non-free\n")
+    assert packages.sources("/etc/apt/sources.list.d/ours.sources", str(tmp_path)) == [
+        {"suites": ["bookworm"], "components": ["main", "contrib"], "signed_by": "/k.gpg"},
+        {"suites": ["trixie", "trixie-updates"], "components": ["main", "non-free"], "signed_by": "/k.pgp"},
+    ]
+
+
+def debian_source(*components: str, key: str | None = None) -> str:
+    box = given.bare(sources=[{"suites": ["bookworm"], "components": list(components), "signed_by": key}])
+    return plan.choose(given.wanted(), box, given.DEBIAN)["files"][sources.SOURCE_FILE]
+
+
+def test_non_free_is_added_once_and_with_the_key_that_the_archive_has_already():
+    assert f"Signed-By: {sources.ARCHIVE_KEY}" in debian_source("main")
+    assert "Signed-By: /k.pgp" in debian_source("main", "contrib", key="/k.pgp")
+    assert debian_source("main", "contrib", "non-free", "non-free-firmware") == ""
+    assert "bookworm-security" in debian_source("main")
+
+
 @pytest.mark.parametrize(
     ("version", "expected"),
     [("535.309.01-0+deb12u1", "535.309.01"), ("580.126.20-0ubuntu3", "580.126.20"), ("1:580.1+x", "580.1")],

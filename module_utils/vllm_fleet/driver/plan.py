@@ -27,7 +27,7 @@ def choose(wanted: Dict[str, Any], facts: Dict[str, Any], system: Dict[str, str]
 
     :param wanted: ``{"source", "version", "flavour": "auto|open|proprietary", "modules": "dkms|signed", "branch",
         "repository": {"uri", "suite", "components"}, "fabric_manager": "auto|off"}``.
-    :param facts: as :func:`..facts.driver.read` gives them, with ``packages``.
+    :param facts: as :func:`..facts.driver.read` gives them, with ``packages`` and ``sources``.
     :param system: /etc/os-release.
     :returns: ``{"flavour", "generations", "packages", "headers", "ask", "files", "warnings"}``; ``ask`` names what
         is to be installed. What is there stays as it is unless another version is asked for: a newer one in the source
@@ -64,7 +64,7 @@ def choose(wanted: Dict[str, Any], facts: Dict[str, Any], system: Dict[str, str]
         "packages": packages,
         "headers": headers,
         "ask": ask,
-        "files": files(wanted, system) if wanted["source"] != RUN_FILE else {},
+        "files": files(wanted, system, facts["sources"]) if wanted["source"] != RUN_FILE else {},
         "warnings": warnings,
     }
 

@@ -12,6 +12,7 @@ DISTRIBUTION, REPOSITORY, RUN_FILE = "distribution", "nvidia_repository", "run_f
 SIGNED = "signed"
 SOURCE_FILE = "/etc/apt/sources.list.d/vllm-fleet-nvidia.sources"
 PIN_FILE = "/etc/apt/preferences.d/vllm-fleet-nvidia"
+ARCHIVE_KEY = "/usr/share/keyrings/debian-archive-keyring.gpg"
 #: branch of the driver that a release of Debian carries (packages.debian.org, source nvidia-graphics-drivers)
 DEBIAN_BRANCHES = {"bullseye": 470, "bookworm": 535, "trixie": 550}
 
@@ -95,8 +96,11 @@ def header_packages(facts: Dict[str, Any]) -> List[str]:
     return names + sorted(set(metas))
 
 
-def files(wanted: Dict[str, Any], system: Dict[str, str]) -> Dict[str, str]:
-    """Return the apt files that the source and the pinned version need, path to text; an empty text means no file."""
+def files(wanted: Dict[str, Any], system: Dict[str, str], present: List[Dict[str, Any]]) -> Dict[str, str]:
+    """Return the apt files that the source and the pinned version need, path to text; an empty text means no file.
+
+    :param present: what the other source files of the box offer, as :func:`..facts.packages.sources` reads it.
+    """
     found = {SOURCE_FILE: "", PIN_FILE: ""}
     head = "# Written by vllm-fleet (role nvidia_driver).\n"
     if wanted["source"] == REPOSITORY:
@@ -107,15 +111,7 @@ def files(wanted: Dict[str, Any], system: Dict[str, str]) -> Dict[str, str]:
             + f"Signed-By: {where['keyring']}\n"
         )
     elif wanted["source"] == DISTRIBUTION and system.get("ID") == "debian":
-        name = system["VERSION_CODENAME"]
-        parts = "contrib non-free non-free-firmware" if name not in ("buster", "bullseye") else "contrib non-free"
-        keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
-        found[SOURCE_FILE] = (
-            f"{head}Types: deb\nURIs: {wanted['mirror']}\nSuites: {name} {name}-updates\n"
-            f"Components: {parts}\nSigned-By: {keyring}\n\n"
-            f"Types: deb\nURIs: {wanted['security_mirror']}\nSuites: {name}-security\n"
-            f"Components: {parts}\nSigned-By: {keyring}\n"
-        )
+        found[SOURCE_FILE] = _non_free(head, wanted, system["VERSION_CODENAME"], present)
     if wanted["version"]:
         found[PIN_FILE] = (
             f"{head}# The whole family moves together or not at all; a priority above 1000 also goes back.\n"
@@ -123,3 +119,22 @@ def files(wanted: Dict[str, Any], system: Dict[str, str]) -> Dict[str, str]:
             f"Pin: version {wanted['version']}*\nPin-Priority: 1001\n"
         )
     return found
+
+
+def _non_free(head: str, wanted: Dict[str, Any], name: str, present: List[Dict[str, Any]]) -> str:
+    """Return the source of Debian's contrib and non-free; empty where the box has them already.
+
+    One archive has one key: a source that names another file for it than the box's own makes apt refuse both.
+    """
+    parts = ["contrib", "non-free", *([] if name in ("buster", "bullseye") else ["non-free-firmware"])]
+    own = [item for item in present if name in item["suites"]]
+    if set(parts) <= {part for item in own for part in item["components"]}:
+        return ""
+    key = next((item["signed_by"] for item in own if item["signed_by"]), ARCHIVE_KEY)
+    return head + "\n".join(
+        f"Types: deb\nURIs: {uri}\nSuites: {suites}\nComponents: {' '.join(parts)}\nSigned-By: {key}\n"
+        for uri, suites in (
+            (wanted["mirror"], f"{name} {name}-updates"),
+            (wanted["security_mirror"], f"{name}-security"),
+        )
+    )

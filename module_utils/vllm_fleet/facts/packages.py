@@ -45,6 +45,45 @@ def installed() -> Optional[List[Package]]:
     return parse_installed(output) if status == 0 else None
 
 
+def parse_sources(text: str, deb822: bool) -> List[Dict[str, Any]]:
+    """Return ``[{"suites", "components", "signed_by"}]`` of a source file of either format, without the disabled."""
+    found = []
+    if not deb822:
+        for line in text.splitlines():
+            match = re.match(r"deb\s+(?:\[([^]]*)\]\s+)?\S+\s+(\S+)\s*([^#]*)", line.strip())
+            if match:
+                key = re.search(r"signed-by=(\S+)", match.group(1) or "")
+                found.append(_stanza([match.group(2)], match.group(3).split(), key.group(1) if key else None))
+        return found
+    for block in re.split(r"\n\s*\n", text):
+        fields = {
+            name.lower(): value.strip()
+            for name, value in re.findall(r"^([\w-]+):[ \t]*(.*(?:\n[ \t].*)*)", block, re.M)
+        }
+        if "deb" in fields.get("types", "").split() and fields.get("enabled", "yes").lower() not in (
+            "no",
+            "false",
+            "0",
+        ):
+            suites, components = fields.get("suites", "").split(), fields.get("components", "").split()
+            found.append(_stanza(suites, components, fields.get("signed-by")))
+    return found
+
+
+def _stanza(suites: List[str], components: List[str], signed_by: Optional[str]) -> Dict[str, Any]:
+    return {"suites": suites, "components": components, "signed_by": signed_by}
+
+
+def sources(without: str, root: str = "/") -> List[Dict[str, Any]]:
+    """Return what every source file of the box offers, but for the file ``without``."""
+    found = []
+    paths = sorted(glob.glob(under(root, f"{SOURCES}/*")))
+    for path in [under(root, "/etc/apt/sources.list"), *paths]:
+        if path != under(root, without) and path.endswith((".list", ".sources")):
+            found += parse_sources(read_text(path) or "", path.endswith(".sources"))
+    return found
+
+
 def parse_simulation(text: str) -> Dict[str, Any]:
     """Return ``{"installs": {name: version}, "removes": [names]}`` of ``apt-get --simulate install``."""
     installs = dict(re.findall(r"^Inst (\S+) (?:\[[^]]*\] )?\((\S+)", text, re.M))
