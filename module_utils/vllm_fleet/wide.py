@@ -111,7 +111,7 @@ def _check(keys: Lane, lane: Lane, boxes: Sequence[str], where: Where) -> None:
             "wide_entry",
             f"{where}: a lane that spans boxes is started with vllm serve, not with {' '.join(lane['entry'][:3])}.",
         )
-    if int(argument_value(lane["args"], "--data-parallel-size") or 1) > 1:
+    if _count(lane, "--data-parallel-size", where) > 1:
         raise UsageError(
             "wide_data_parallel",
             f"{where}: data parallel copies inside a lane that spans boxes are not supported.",
@@ -123,6 +123,13 @@ def _check(keys: Lane, lane: Lane, boxes: Sequence[str], where: Where) -> None:
     shape(sizes[0], sizes[1], len(boxes), where)
     if (keys.get("watchdog") or {}).get("enabled") is False:
         raise UsageError("watchdog_needed", f"{where}: without the watchdog the boxes of a lane do not leave together.")
+
+
+def _count(lane: Lane, flag: str, where: Where) -> int:
+    value = argument_value(lane["args"], flag) or "1"
+    if not value.isdigit() or int(value) < 1:
+        raise UsageError("wide_shape", f"{where}: {flag} is {value!r}, expected a number of 1 or more.")
+    return int(value)
 
 
 def _address(box: str, addresses: Mapping[str, str], where: Where) -> str:

@@ -105,6 +105,8 @@ def test_a_lane_on_one_box_is_what_it_was():
         ({"boxes": ["box1", "box2", "box3"]}, "wide_shape", "3 boxes"),
         ({"args": {}}, "wide_shape", "tensor parallel 1"),
         ({"args": {"--tensor-parallel-size": 2, "--data-parallel-size": 2}}, "wide_data_parallel", "data parallel"),
+        ({"args": {"--tensor-parallel-size": "two"}}, "wide_shape", "'two'"),
+        ({"args": {"--tensor-parallel-size": 0}}, "wide_shape", "'0'"),
         ({"args": {"--nnodes": 2}}, "reserved_flag", "boxes"),
         ({"args": {"--master-addr": "10.0.0.1"}}, "reserved_flag", "boxes"),
         ({"extra_args": ["--headless"]}, "reserved_flag", "boxes"),
