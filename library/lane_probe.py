@@ -123,7 +123,7 @@ def stand(name, restarted, concurrent=1):
         elapsed_s=monotonic_age(state["InactiveExitTimestampMonotonic"]),
         release=os.path.basename(os.path.realpath(os.path.join(release.LANES, name, "current"))),
         engine=lane["engine"]["id"],
-        address="{}:{}".format(lane["host"], lane["port"]),
+        address="{}:{}".format(lane["host"], lane["port"]) if wide.has_api(lane) else "none, a headless part",
         gpus=runtime_value(name, "CUDA_VISIBLE_DEVICES") or lane["rendered"]["env"].get("CUDA_VISIBLE_DEVICES", ""),
     )
     waiting_for_new = started and started["invocation_before"] and state["InvocationID"] == started["invocation_before"]

@@ -117,9 +117,7 @@ def _check(keys: Lane, lane: Lane, boxes: Sequence[str], where: Where) -> None:
             f"{where}: data parallel copies inside a lane that spans boxes are not supported.",
             "Give each copy a lane of its own and let the balancer spread the load.",
         )
-    sizes = [
-        int(argument_value(lane["args"], flag) or 1) for flag in ("--tensor-parallel-size", "--pipeline-parallel-size")
-    ]
+    sizes = [_count(lane, flag, where) for flag in ("--tensor-parallel-size", "--pipeline-parallel-size")]
     shape(sizes[0], sizes[1], len(boxes), where)
     if (keys.get("watchdog") or {}).get("enabled") is False:
         raise UsageError("watchdog_needed", f"{where}: without the watchdog the boxes of a lane do not leave together.")
