@@ -30,6 +30,12 @@ options:
     type: list
     elements: str
     default: []
+  require:
+    description:
+      - Names of checks that must have been made and not have failed. Here C(unknown) fails the task too.
+    type: list
+    elements: str
+    default: []
   driver_timeout:
     description: Seconds that the driver has to answer.
     type: float
@@ -54,7 +60,7 @@ EXAMPLES = r"""
   gpu_driver:
     version: "580.159.04"
     gpus: 4
-    fail_on: [driver_versions, driver_wanted, gpu_count]
+    require: [driver_versions, driver_wanted, gpu_count]
 """
 
 RETURN = r"""
@@ -137,16 +143,17 @@ def main():
             "gpus": {"type": "int"},
             "p2p_module": {"type": "bool", "default": False},
             "fail_on": {"type": "list", "elements": "str", "default": []},
+            "require": {"type": "list", "elements": "str", "default": []},
             "driver_timeout": {"type": "float", "default": 20.0},
         },
         supports_check_mode=True,
     )
     params = module.params
     known = {code.check for code in codes.CODES.values()} | {"all"}
-    unheard_of = sorted(set(params["fail_on"]) - known)
+    unheard_of = sorted({*params["fail_on"], *params["require"]} - known)
     if unheard_of:
         module.fail_json(
-            msg=f"fail_on names no check: {', '.join(unheard_of)}; known: {', '.join(sorted(known))}",
+            msg=f"fail_on and require name no check: {', '.join(unheard_of)}; known: {', '.join(sorted(known))}",
             reason="unknown_check",
         )
     facts, topology = driver_live.read(params["driver_timeout"])
@@ -154,7 +161,12 @@ def main():
         facts, topology, version=params["version"], gpus=params["gpus"], p2p_module=params["p2p_module"]
     )
     answer = {"changed": False, **state.assess(facts), "results": results, "status": checks.overall(results)}
-    named = [item for item in checks.failed(results) if {"all", item["check"]} & set(params["fail_on"])]
+    named = [
+        item
+        for item in results
+        if (item["status"] == checks.FAIL and {"all", item["check"]} & {*params["fail_on"], *params["require"]})
+        or (item["status"] == checks.UNKNOWN and {"all", item["check"]} & set(params["require"]))
+    ]
     if named:
         lines = [f"{item['reason']}: {item['message']}\n  fix: {item['fix']}" for item in named]
         module.fail_json(msg="\n".join(lines), reason=named[0]["reason"], **answer)
