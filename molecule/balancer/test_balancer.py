@@ -56,7 +56,7 @@ def python(host, program, *arguments):
     return host.check_output(f"/usr/bin/python3 -c {shlex.quote(program)} {shlex.join(map(str, arguments))}")
 
 
-def ask(host, path, key="Bearer client-key", method="GET", base="http://127.0.0.1:8080"):
+def ask(host, path, key="Bearer secret-of-a-client", method="GET", base="http://127.0.0.1:8080"):
     """Return the status and the text of an answer of the balancer."""
     return json.loads(python(host, ASK, method, base + path, key))
 
@@ -119,12 +119,14 @@ def test_a_serving_lane_is_found_and_gets_its_own_key(host):
     wait_health(host, 200)
     status, text = ask(host, "/v1/completions", method="POST")
     assert status == 200
-    seen = json.loads(text)["headers"]
-    assert seen["Authorization"] == f"Bearer {LANE_KEY}"
-    assert seen["X-Forwarded-For"] == "127.0.0.1"
+    seen = {name.lower(): value for name, value in json.loads(text)["headers"].items()}
+    assert seen["authorization"] == f"Bearer {LANE_KEY}"
+    assert seen["x-forwarded-for"] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("key", ["", "Bearer wrong", "client-key", "Basic client-key", f"Bearer {LANE_KEY}", "Bearer "])
+@pytest.mark.parametrize(
+    "key", ["", "Bearer wrong", "secret-of-a-client", "Basic secret-of-a-client", f"Bearer {LANE_KEY}", "Bearer "]
+)
 def test_without_a_client_key_only_health_answers(host, key):
     for path in ("/v1/models", "/v1/completions", "/pause"):
         assert ask(host, path, key=key)[0] == 401
@@ -160,9 +162,9 @@ def test_no_secret_stands_in_what_others_can_read(host):
         "/etc/haproxy/vllm-fleet/lane-keys": "0600 root:root",
         "/etc/haproxy/haproxy.cfg": "0644 root:root",
     }
-    for secret in (LANE_KEY, "client-key"):
+    for secret in (LANE_KEY, "secret-of-a-client"):
         assert host.run(f"grep -rF -- {shlex.quote(secret)} /etc/haproxy/haproxy.cfg").rc == 1
-    assert host.run("grep -rF -- client-key /etc/haproxy").rc == 1, "clients' keys are kept as digests"
+    assert host.run("grep -rF -- secret-of-a-client /etc/haproxy").rc == 1, "clients' keys are kept as digests"
 
 
 def test_a_drained_lane_stays_drained_over_a_reload_and_a_restart(host):
