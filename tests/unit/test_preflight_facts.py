@@ -435,6 +435,15 @@ def test_gcc_limit_is_read_from_the_toolkit(tmp_path: Path) -> None:
     assert toolchain.read(given.lane(), None, str(tmp_path), execute=False)["gcc_limit"] == 13
 
 
+def test_ninja_is_looked_for_as_the_started_processes_do(tmp_path: Path) -> None:
+    lane = given.lane()
+    lane["engine"]["venv"], lane["env"] = "/engine/venv", {"PATH": "/usr/bin"}
+    write(tmp_path, "/engine/venv/bin/ninja", "", 0o755)
+    assert toolchain.read(lane, None, str(tmp_path), execute=False)["ninja"] == "/engine/venv/bin/ninja"
+    write(tmp_path, "/usr/bin/ninja", "", 0o755)
+    assert toolchain.read(lane, None, str(tmp_path), execute=False)["ninja"] == "/usr/bin/ninja"
+
+
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A directory that every user may enter (pytest's own are private)."""

@@ -50,7 +50,8 @@ def read(
         "cuda_home_source": source,
         "cc": which(env.get("CC") or "cc", env["PATH"], root),
         "cxx": cxx,
-        "ninja": which("ninja", ":".join([*_venv_bin(lane), env["PATH"]]), root),
+        # as the started processes look, and only then where none of them would
+        "ninja": which("ninja", ":".join([env["PATH"], *_venv_bin(lane)]), root),
         "host_compiler": {"path": host_compiler, "family": "unknown", "major": None},
         "python_include": None,
         "python_header": None,
