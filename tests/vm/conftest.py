@@ -104,7 +104,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     library = nvml.build()
     assert library is not None
     box.run(
-        "mkdir -p /etc/nvml-sim && echo nvidia > /etc/modules-load.d/nvidia.conf && "
+        "rm -f /var/lib/vllm-fleet/reboot.json; mkdir -p /etc/nvml-sim; echo nvidia > /etc/modules-load.d/nvidia.conf; "
         "install -D /opt/kernel/nvidia.ko /lib/modules/$(uname -r)/updates/nvidia.ko && depmod && "
         "(rmmod nvidia 2>/dev/null; modprobe nvidia)"
     )
