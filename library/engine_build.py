@@ -29,6 +29,10 @@ options:
     description: Archive to write.
     type: path
     required: true
+  keep:
+    description: Where the controller keeps the archive; compared with the builder's after its way.
+    type: path
+    required: true
   timeout_s:
     description: Seconds that the build may take, the wait for another build on this machine included.
     type: int
@@ -50,6 +54,7 @@ EXAMPLES = r"""
     engine: "{{ wanted }}"
     workdir: /opt/vllm-fleet/build/vllm-0.32.0-cpu-1f2e3d4c5b6a7089
     dest: /opt/vllm-fleet/build/vllm-0.32.0-cpu-1f2e3d4c5b6a7089.tar.zst
+    keep: ~/.cache/vllm-fleet/engines/vllm-0.32.0-cpu-1f2e3d4c5b6a7089.tar.zst
 """
 
 RETURN = r"""
@@ -115,6 +120,7 @@ def main():
             "engine": {"type": "dict", "required": True},
             "workdir": {"type": "path", "required": True},
             "dest": {"type": "path", "required": True},
+            "keep": {"type": "path", "required": True},
             "timeout_s": {"type": "int", "default": 3600},
         },
         supports_check_mode=True,

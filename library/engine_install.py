@@ -119,6 +119,8 @@ def work(module, root):
                 missing.append(name)
                 if entry.get("archive") and params["install"] and writes:
                     version = engine_store.install(root, entry)
+            elif entry.get("archive") and params["install"] and writes:
+                engine_store.forget_archive(entry["archive"])  # another play was faster
             after[name] = version or "absent"
     pruned = []
     if params["keep"]:

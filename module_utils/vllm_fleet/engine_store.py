@@ -146,10 +146,15 @@ def install(root: str, entry: Mapping[str, Any]) -> str:
         files.fsync_directory(root)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    for path in (archive, archive + ".json"):  # the builder has the description beside its archive
+    forget_archive(archive)
+    return str(manifest["version"])
+
+
+def forget_archive(archive: str) -> None:
+    """Remove the archive of an engine that is installed; the builder has its description beside it."""
+    for path in (archive, archive + ".json"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    return str(manifest["version"])
 
 
 def _listing(directory: str) -> List[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_install_modules import DRY, ROOT, play, start
 
-from tests.unit.test_engine_steps import Bench
+from tests.unit.test_engine_steps import Bench, sha
 
 ENTRY = {
     "id": "x", "version": "1", "route": "git", "python_version": "3.11", "interpreter": "/usr/bin/python3.11",
@@ -44,7 +44,7 @@ def test_engine_source_says_what_it_would_fetch_and_what_is_wrong(tmp_path):
 def test_engine_build_refuses_before_it_begins(tmp_path):
     work, dest = tmp_path / "work", tmp_path / "x.tar.zst"
     work.mkdir()
-    task = {"engine": ENTRY, "workdir": str(work), "dest": str(dest)}
+    task = {"engine": ENTRY, "workdir": str(work), "dest": str(dest), "keep": str(tmp_path / "keep.tar.zst")}
     no_python = {**ENTRY, "interpreter": "/no/such/python"}
     too_big = {**ENTRY, "interpreter": "/bin/sh", "install": {**ENTRY["install"], "disk_gib": 1 << 20}}
     dry, python, disk = play(
@@ -126,17 +126,31 @@ def test_engine_install_prunes_and_says_so(tmp_path):
     assert sorted(path.name for path in root.iterdir() if path.name != ".lock") == ["a"]
 
 
-def test_engine_build_shows_its_steps_and_is_a_job_of_the_builder(tmp_path, monkeypatch):
-    """Through the action: the steps are told, and the result is the module's."""
+def test_two_plays_at_once_build_once_and_keep_one_archive(tmp_path, monkeypatch):
+    """Through the action: a job of the builder, whose archive is on the controller whole or not at all."""
     bench = Bench(tmp_path / "bench", "wheel")
     monkeypatch.setenv("ANSIBLE_ACTION_PLUGINS", str(ROOT / "action_plugins"))
     monkeypatch.setenv("ANSIBLE_ASYNC_DIR", str(tmp_path / "jobs"))
-    task = {"engine": bench.entry, "workdir": str(bench.work), "dest": str(bench.dest), "timeout_s": 120}
-    process = start(tmp_path, {"engine_build": task}, {"engine_build": task})
-    output = process.communicate()[0]
-    assert process.returncode == 0, output
-    built, present = json.loads((tmp_path / "results.json").read_text())
-    assert (built["changed"], built["reason"], built["manifest"]["id"]) == (True, "built", "tiny")
-    assert "ansible_job_id" not in built
-    assert (present["changed"], present["reason"]) == (False, "present")
-    assert built["archive"] == present["archive"]
+    keep = tmp_path / "kept" / "tiny.tar.zst"
+    task = {
+        "engine": bench.entry,
+        "workdir": str(bench.work),
+        "dest": str(bench.dest),
+        "keep": str(keep),
+        "timeout_s": 120,
+    }
+    processes = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        processes.append(start(tmp_path / name, {"engine_build": task}))
+    for process in processes:
+        output = process.communicate()[0]
+        assert process.returncode == 0, output
+    results = [json.loads((tmp_path / name / "results.json").read_text())[0] for name in ("one", "two")]
+    assert sorted(result["reason"] for result in results) == ["built", "present"], results
+    assert results[0]["manifest"] == results[1]["manifest"]
+    assert "ansible_job_id" not in results[0]
+    assert json.loads(Path(f"{keep}.json").read_text())["sha256"] == sha(keep) == results[0]["archive"]["sha256"]
+    assert sorted(path.name for path in keep.parent.iterdir()) == [
+        f"tiny.tar.zst{end}" for end in ("", ".json", ".lock")
+    ]
