@@ -77,7 +77,7 @@ class Played:
 
 def start(machine: Machine, work: Path, argv: list[str], **variables: Any) -> subprocess.Popen[str]:
     """Start ansible-playbook for the machine, with its output in one pipe."""
-    hosts = {machine.name: {**vm.connection(machine.name), **variables}}
+    hosts = {machine.name: {**vm.connection(machine.name), "vllm_lanes": [], **variables}}
     (work / "hosts.json").write_text(json.dumps({"gpu-boxes": {"hosts": hosts}}))
     return subprocess.Popen(
         [str(BIN / "ansible-playbook"), "-i", str(work / "hosts.json"), *argv],

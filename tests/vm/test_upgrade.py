@@ -32,7 +32,9 @@ def test_nouveau_is_kept_out_by_modprobe_and_in_early_boot(machine, play):
     options = {"nvidia_driver_module_options": ["install nouveau /bin/false"]}
     played = play(tasks=[block], **options)
     assert (played.status, played.changed) == (0, 1), played.text
-    assert "etc/modprobe.d/vllm-fleet-nvidia.conf" in machine.run("lsinitramfs /initrd.img")
+    assert "etc/modprobe.d/vllm-fleet-nvidia.conf" in machine.run(
+        "lsinitramfs /boot/initrd.img-$(uname -r) < /dev/null"
+    )
     again = play(tasks=[block], **options)
     assert (again.status, again.changed) == (0, 0), again.text
 
