@@ -76,48 +76,59 @@ def unattended(host):
     return set(found.group(1).split()) if found else set()
 
 
+#: of the family, and the one that Debian has in two versions which both go with the others
+LOOSE = "nvidia-modprobe"
+
+
 def test_037_unattended_upgrades_leaves_the_driver_alone(host):
     """Held or not: a package that was put back is a candidate, and the fence alone keeps the updater off it."""
-    newest = version_of(host, "nvidia-smi")
-    older = host.check_output(f"apt-cache madison nvidia-smi | awk '{{print $3}}' | grep -vxF {newest} | head -1")
+    newest = version_of(host, LOOSE)
+    older = host.check_output(f"apt-cache madison {LOOSE} | awk '{{print $3}}' | grep -vxF {newest} | head -1")
     assert older, "Debian has one version only; the test needs an older one"
     host.check_output(
         f"DEBIAN_FRONTEND=noninteractive apt-get -q -y --allow-downgrades --allow-change-held-packages "
-        f"--no-install-recommends install nvidia-smi={older}"
+        f"--no-install-recommends install {LOOSE}={older}"
     )
-    host.check_output("apt-mark unhold nvidia-smi libnvidia-ml1")
-    assert "nvidia-smi" not in unattended(host)
+    host.check_output(f"apt-mark unhold {LOOSE}")
+    assert LOOSE not in unattended(host)
     host.check_output(f"mv {FENCE} /root/fence")
-    assert "nvidia-smi" in unattended(host), "this is what happens without the fence"
-    host.check_output(f"mv /root/fence {FENCE}")
+    try:
+        assert LOOSE in unattended(host), "this is what happens without the fence"
+    finally:
+        host.check_output(f"mv /root/fence {FENCE}")
 
 
 def test_090_a_newer_version_in_the_source_moves_nothing(host):
-    before = version_of(host, "nvidia-smi")
+    before = version_of(host, LOOSE)
     done = converge()
     assert done.returncode == 0, done.stdout
     assert re.search(r"changed=1 ", done.stdout), "it is held again, and that is all"
-    assert version_of(host, "nvidia-smi") == before
+    assert version_of(host, LOOSE) == before
     again = converge()
     assert re.search(r"changed=0 ", again.stdout), again.stdout
 
 
-def test_a_pinned_version_moves_the_family_and_check_mode_says_so(host):
-    wanted = version_of(host, "libcuda1").split("-")[0]
-    planned = converge("--check", "--diff", nvidia_driver_version=wanted)
+def test_check_mode_names_what_another_version_would_move(host):
+    planned = converge("--check", "--diff", nvidia_driver_version="535.261.03")
     assert planned.returncode == 0, planned.stdout
-    assert "nvidia-smi" in planned.stdout
+    assert re.search(r"libcuda1: 535\.261\.03-1", planned.stdout)
+    assert re.search(r"nvidia-kernel-dkms: 535\.261\.03-1", planned.stdout)
+
+
+def test_a_pinned_version_is_kept_and_proven(host):
+    wanted = version_of(host, "libcuda1").split("-")[0]
     done = converge(nvidia_driver_version=wanted)
     assert done.returncode == 0, done.stdout
-    assert version_of(host, "nvidia-smi").split("-")[0] == wanted
+    assert f"Pin: version {wanted}*" in host.file("/etc/apt/preferences.d/vllm-fleet-nvidia").content_string
     assert codes(report(host, "--version", wanted))["version_wanted"] == "pass"
+    assert codes(report(host, "--version", "535.1.1"))["version_differs"] == "fail"
 
 
 def test_a_version_that_the_source_lacks_is_refused(host):
     done = converge(nvidia_driver_version="535.1.1")
     assert done.returncode != 0
     assert "version_unavailable" in done.stdout
-    assert not host.file("/etc/apt/preferences.d/vllm-fleet-nvidia").contains("535.1.1")
+    assert re.search(r"changed=0 ", done.stdout)
 
 
 def test_084_a_foreign_lock_is_waited_out(host):
