@@ -57,7 +57,7 @@ test-rolling: lab  ## rollouts, rollbacks and kills under load, every request co
 test: env  ## all of it, cheapest first: what CI runs (40 min)
 	@$(PARTS) lint unit molecule lab
 
-test-drivers: env  ## the NVIDIA driver from Debian, really: packages, DKMS build, holds, fences, drift check; not part of test (15 min)
+test-drivers: env  ## drivers, really: Debian's packages and DKMS build, a signed repository, the CoreX installer; not part of test (25 min)
 	@$(PARTS) drivers
 
 engine-lock: env  ## an engine's wheels with their hashes: make engine-lock E=ENGINE [R=requirements.txt of its release] (1 min)
