@@ -43,7 +43,7 @@ def test_another_key_is_refused_in_words_and_nothing_moves(host):
     done = converge(nvidia_driver_version="580.2.02")
     assert done.returncode != 0
     assert "repository_key" in done.stdout
-    assert "another key than the pinned keyring" in done.stdout
+    assert "another key than the pinned keyring" in " ".join(done.stdout.split())
     assert set(versions(host).values()) == {("580.1.01-1", "hi")}
     host.check_output("make-repository first 580.1.01 580.2.02")
 
