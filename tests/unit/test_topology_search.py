@@ -239,9 +239,13 @@ def check_outcome(facts, policy):
         return
     json.dumps(decision)
     assert decision["status"] in ("selected", "fixed", "refused")
-    for entry in decision["env"].values():
-        assert entry["value"] is None or BARE.issuperset(entry["value"])
-    if decision["status"] != "refused":
+    values = [entry["value"] for entry in decision["env"].values() if entry["value"] is not None]
+    # What facts may be named is a little more than what an environment file may hold.
+    assert all((BARE | set(" ()")).issuperset(value) for value in values)
+    if not all(BARE.issuperset(value) for value in values):
+        with pytest.raises(UsageError):
+            render(decision, {})
+    elif decision["status"] != "refused":
         text = render(decision, {})
         assert not SHELL & set(text.replace("\n", ""))
         assert parse(text)["CUDA_VISIBLE_DEVICES"] == decision["env"]["CUDA_VISIBLE_DEVICES"]["value"]
