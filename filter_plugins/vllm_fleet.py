@@ -15,7 +15,6 @@ if _PACKAGE not in sys.path:
 
 from vllm_fleet import (  # noqa: E402
     catalog,
-    engine_args,
     engines,
     fleet_report,
     haproxy,
@@ -106,11 +105,6 @@ def verify_rows(lanes: Any, box: str, probes: Any) -> List[Dict[str, str]]:
     return fleet_report.verify_rows(box, lanes, probes)
 
 
-def lint_lane(lane: Dict[str, Any]) -> List[Dict[str, str]]:
-    """Return what the table of flag lifetimes finds in a resolved lane; needs no engine."""
-    return engine_args.lint(lane["args"], lane["engine"]["version"], lane["env"])
-
-
 def standing_text(results: Any) -> str:
     """Return where each box of a rollout stands, out of a loop of ``rollout_state`` over the boxes."""
     records = {
@@ -133,7 +127,6 @@ class FilterModule:
             "vllm_fleet_engine_inputs": _readable(engine_inputs),
             "vllm_fleet_verify_rows": _readable(verify_rows),
             "vllm_fleet_verify_text": _readable(fleet_report.verify_text),
-            "vllm_fleet_lint": _readable(lint_lane),
             "vllm_fleet_rollout_plan": _readable(rollout.plan),
             "vllm_fleet_rollout_back": _readable(rollout.way_back),
             "vllm_fleet_rollout_alone": _readable(rollout.alone),

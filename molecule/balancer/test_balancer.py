@@ -17,7 +17,7 @@ import pytest
 
 from tests.testinfra_helpers import PLAIN, ROOT, converge, owned
 
-LANE_KEY = "lane-key-%-$-'-end"
+LANE_KEY = "lane-key-%-$x-'-end"
 
 LANE = """
 import http.server, json, sys
