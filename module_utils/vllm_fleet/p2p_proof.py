@@ -50,19 +50,21 @@ def prove(
     engine: engine_python.EnginePython,
     *,
     backend: str = "nccl",
-    sizes: Sequence[int] = p2p_runner.SIZES,
+    sizes: Sequence[int] = (),
     start_s: float = p2p_runner.START_S,
     pair_s: float = p2p_runner.PAIR_S,
 ) -> Dict[str, Any]:
     """Run the transfers of a plan and store the verdict.
 
+    :param sizes: elements of float32 to send; empty for what suits the backend.
     :returns: ``{"results": check results, "pairs": what was found by pair, "removed": paths of the engine's own
         outdated P2P results}``.
     """
     removed = start.forget_stale_links(facts)
     results = dict(todo.unfit)
     if todo.ready:
-        launcher = p2p_runner.Launcher(engine, engine_python.devices(facts), backend, sizes, start_s, pair_s)
+        sent = sizes or p2p_runner.SIZES[backend]
+        launcher = p2p_runner.Launcher(engine, engine_python.devices(facts), backend, sent, start_s, pair_s)
         found = run_pairs(launcher, todo.ready)
         results.update(found)
         verdict_store.save(verdict.merge(verdict_store.load(), document(todo.bound, facts, found)))

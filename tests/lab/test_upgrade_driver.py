@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 
+import pytest
 from conftest import Box, play
+
+# Two plays that stop, prove and start both engines, one after the other.
+pytestmark = pytest.mark.timeout(1200)
 
 FORCE = {
     "driver_upgrade_force": True, "nvidia_driver_source": "none", "nvidia_driver_fail_on": [],
@@ -24,6 +29,14 @@ def upgrade(*words: str, **variables):
 
 def record(box: Box) -> dict:
     return json.loads(box.run("cat /var/lib/vllm-fleet/rollout.json 2>/dev/null || echo '{}'"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_the_lab_was_made(box1: Box, box2: Box) -> Iterator[None]:
+    """Take the records and the verdicts about the links away again."""
+    yield
+    for box in (box1, box2):
+        box.run("rm -f /var/lib/vllm-fleet/rollout.json /var/lib/vllm-fleet/verdicts/p2p.json")
 
 
 def test_boxes_go_one_after_the_other_and_answer_again(box1: Box, box2: Box) -> None:

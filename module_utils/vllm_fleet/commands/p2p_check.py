@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--again", action="store_true", help="also check pairs whose stored verdict is still valid")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="gloo runs on the CPU, for a lab")
-    parser.add_argument("--sizes", metavar="N,N", help="elements of float32 to send; default 4096,41943040")
+    parser.add_argument(
+        "--sizes", metavar="N,N", help="elements of float32 to send; default 4096,41943040, with gloo 4096,65536"
+    )
     parser.add_argument(
         "--start-timeout", type=float, default=p2p_runner.START_S, metavar="S", help="for the ranks to start"
     )
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the results; 0 without a fail, 1 with one, 3 when the cards or the driver can't be read."""
-    sizes = _numbers(args.sizes) if args.sizes else p2p_runner.SIZES
+    sizes = _numbers(args.sizes) if args.sizes else ()
     engine = engine_python.find(args.lane, args.python)
     facts = collect.read()
     outcome = p2p_proof.prove(
