@@ -52,7 +52,6 @@ test-vm: env  ## drivers and reboots on a virtual machine with a kernel of its o
 
 test-rolling: lab  ## rollouts, rollbacks and kills under load, every request counted; some of them: S="constant_load" (25 min)
 	@PYTHONPATH=module_utils .venv/bin/python -m tests.rolling $(S)
-	@$(if $(S),true,.venv/bin/python -m pytest -s tests/rolling)
 
 test: env  ## all of it, cheapest first: what CI runs (40 min)
 	@$(PARTS) lint unit molecule lab

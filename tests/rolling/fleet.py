@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,18 @@ BIN = ROOT / ".venv" / "bin"
 BOXES = ("box1", "box2")
 PLAY_LIMIT_S = 1500
 
+#: asks HAProxy again and again, or once without a pause, and prints the time and both answers as a line of JSON
 _SERVERS = """
-import json, socket
+import json, socket, time
 def ask(command):
     with socket.socket(socket.AF_UNIX) as s:
         s.connect("/run/haproxy/admin.sock"); s.sendall(command.encode() + b"\\n")
         return b"".join(iter(lambda: s.recv(65536), b"")).decode()
-print(json.dumps([ask("show stat").strip(), ask("show servers state").strip()]))
+while True:
+    began = time.time()
+    print(json.dumps([began, ask("show stat").strip(), ask("show servers state").strip()]), flush=True)
+    if not {pause}: break
+    time.sleep({pause})
 """
 
 
@@ -54,12 +61,68 @@ def ssh(name: str, command: str, check: bool = True) -> str:
     return done.stdout.strip()
 
 
-def servers() -> dict[str, dict[str, Any]]:
-    """Return the balancer's servers by name, as the project's own code reads them."""
+def _rows(line: str) -> tuple[float, dict[str, dict[str, Any]]]:
+    """Return the time of a sample and the balancer's servers by name, as the project's own code reads them."""
     from vllm_fleet import haproxy
 
-    stat, state = json.loads(ssh("edge1", f"python3 - <<'EOF'\n{_SERVERS}\nEOF"))
-    return {row["server"]: row for row in haproxy.servers(stat, state)}
+    at, stat, state = json.loads(line)
+    return float(at), {row["server"]: row for row in haproxy.servers(stat, state)}
+
+
+def servers() -> dict[str, dict[str, Any]]:
+    """Return the balancer's servers by name."""
+    return _rows(ssh("edge1", f"python3 - <<'EOF'\n{_SERVERS.replace('{pause}', '0')}\nEOF"))[1]
+
+
+class Watch:
+    """The balancer's servers, looked at all the time; use as a context manager, then read :attr:`samples`.
+
+    The lab's hosts share this machine's clock.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self.samples: list[tuple[float, dict[str, dict[str, Any]]]] = []
+        self._process = subprocess.Popen(
+            ["ssh", "-F", str(STATE / "ssh_config"), "edge1",
+             "sudo python3 -c " + shlex.quote(_SERVERS.replace("{pause}", str(pause_s)))],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._read)
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            if line.endswith("\n"):
+                self.samples.append(_rows(line))
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+        self._thread.join()
+
+    def out(self, server: str) -> tuple[float, float]:
+        """Return for how long the server was out of rotation, in seconds, and how much of it was the drain."""
+        away = [(at, rows[server]) for at, rows in self.samples if not rows[server]["in_rotation"]]
+        began = away[0][0]
+        empty = next((at for at, row in away if not row["in_flight"]), away[-1][0])
+        back = next(at for at, rows in self.samples if at > began and rows[server]["in_rotation"])
+        return back - began, empty - began
+
+    def in_flight(self, server: str, began: float, ended: float) -> int:
+        """Return the most requests that the server had between two moments, from the last sample before them on."""
+        counted = [(at, rows[server]["in_flight"]) for at, rows in self.samples if at <= ended]
+        first = max(at for at, _ in counted if at <= began)
+        return max(count for at, count in counted if at >= first)
+
+
+def started_s(box: str) -> float:
+    """Return how long the box's lane took from the start of its unit until it had proven itself, in seconds."""
+    names = ("InactiveExitTimestampMonotonic", "ActiveEnterTimestampMonotonic")
+    began, ready = (int(ssh(box, f"systemctl show vllm@main -p {name} --value")) for name in names)
+    return (ready - began) / 1e6
 
 
 def pid(box: str) -> int:
