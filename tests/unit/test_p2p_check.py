@@ -197,6 +197,17 @@ def test_the_verdict_is_stored_held_and_made_again(box, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["p2p_verdict"]["pairs"] == {"0-2": "pass"}
 
 
+def test_gloo_sends_little_unless_told_otherwise(box, monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        p2p_proof, "run_pairs", lambda launcher, pairs: sent.append((launcher.backend, launcher.sizes)) or {}
+    )
+    plan = p2p_proof.plan(box["facts"])
+    for words in ({"backend": "gloo"}, {"backend": "nccl"}, {"backend": "gloo", "sizes": [7]}):
+        p2p_proof.prove(box["facts"], plan, None, **words)
+    assert sent == [("gloo", (4096, 65536)), ("nccl", (4096, 41943040)), ("gloo", [7])]
+
+
 def test_a_busy_pair_is_unknown_and_not_stored(box, capsys):
     box["facts"]["gpus"][0]["processes"] = [{"pid": 1, "name": "x", "memory_mib": 1}]
     assert command("--pairs", "0-2") == 0
