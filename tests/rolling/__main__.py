@@ -8,6 +8,7 @@ come from this machine, through the balancer, for as long as the scenario lasts.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 import traceback
@@ -349,6 +350,8 @@ def main(names: list[str]) -> int:
     unknown = [name for name in names if name not in (*SCENARIOS, *FILES)]
     if unknown:
         sys.exit(f"no scenario {', '.join(unknown)}; there are {', '.join((*SCENARIOS, *FILES))}")
+    # A play runs in a session of its own: whoever ends this process is to end it too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     wanted = names or [*SCENARIOS, *FILES]
     held = [run(name) for name in wanted if name in SCENARIOS]
     files = [name for name in wanted if name in FILES]

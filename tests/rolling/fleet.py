@@ -115,7 +115,7 @@ class Watch:
         """Return the most requests that the server had between two moments, from the last sample before them on."""
         counted = [(at, rows[server]["in_flight"]) for at, rows in self.samples if at <= ended]
         first = max(at for at, _ in counted if at <= began)
-        return max(count for at, count in counted if at >= first)
+        return max(int(count) for at, count in counted if at >= first)
 
 
 def started_s(box: str) -> float:
