@@ -14,13 +14,13 @@ description:
   - Returns at once after the start was asked for; M(lane_ready) waits for the proof.
   - A member of a lane that spans boxes ends after its head has answered what it had.
   - Enables and starts the lane's watchdog, or ends it where the lane turned it off.
-  - With O(state=previous) the last good release comes back, or the one that the lane's C(release) names.
+  - With O(state=previous) the last good release comes back, or the one that the lane's C(back_to) names.
 version_added: "0.1.0"
 options:
   lanes:
     description:
-      - Lanes to activate, with C(lane) and, for O(state=current), C(release); optionally C(api_key_file), whose key the
-        process must have been started with, and C(key_changed), for check mode, where the file is still the old one.
+      - Lanes to activate, with C(lane) and, for O(state=current), C(release) or, for O(state=previous), optionally C(back_to);
+        optionally C(api_key_file), whose key the process must have been started with, and C(key_changed), for check mode, where the file is still the old one.
       - C(peers_flip) says that the lane spans boxes and changes on another one; all of its parts start again together.
     type: list
     elements: dict
@@ -183,7 +183,7 @@ def main():
         name = entry["lane"]
         home = os.path.join(release.LANES, name)
         current, previous = (host.link_name(os.path.join(home, link)) for link in ("current", "previous"))
-        wanted = entry.get("release") or (None if module.params["state"] == "current" else previous)
+        wanted = entry.get("release") if module.params["state"] == "current" else entry.get("back_to") or previous
         if not wanted:
             module.fail_json(
                 msg=f"lane {name} has no previous release to go back to; its current one is {current}",

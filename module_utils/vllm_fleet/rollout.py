@@ -74,7 +74,7 @@ def plan(stand: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Dict[st
 
 def way_back(record: Mapping[str, Mapping[str, Any]]) -> List[Dict[str, str]]:
     """Return the lanes that have a release to go back to, as ``lane_activate`` takes them."""
-    return [{"lane": lane, "release": str(ends["from"])} for lane, ends in sorted(record.items()) if ends["from"]]
+    return [{"lane": lane, "back_to": str(ends["from"])} for lane, ends in sorted(record.items()) if ends["from"]]
 
 
 def alone(moving: Mapping[str, Sequence[str]], fleet: Mapping[str, Sequence[Mapping[str, Any]]]) -> List[str]:

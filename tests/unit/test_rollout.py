@@ -115,7 +115,7 @@ def test_an_interrupted_lane_brings_no_other_lane_with_it():
 
 def test_a_new_lane_has_no_way_back():
     record = rollout.plan(stand(), [row(before=None), row("old")])["record"]
-    assert rollout.way_back(record) == [{"lane": "old", "release": "aaa"}]
+    assert rollout.way_back(record) == [{"lane": "old", "back_to": "aaa"}]
 
 
 def test_who_is_alone():
