@@ -19,8 +19,9 @@ version_added: "0.1.0"
 options:
   lanes:
     description:
-      - Lanes to activate, with C(lane) and, for O(state=current), C(release) or, for O(state=previous), optionally C(back_to);
-        optionally C(api_key_file), whose key the process must have been started with, and C(key_changed), for check mode, where the file is still the old one.
+      - Lanes to activate, with C(lane) and, for O(state=current), C(release) or, for O(state=previous), optionally
+        C(back_to); optionally C(api_key_file), whose key the process must have been started with, and C(key_changed),
+        for check mode, where the file is still the old one.
       - C(peers_flip) says that the lane spans boxes and changes on another one; all of its parts start again together.
     type: list
     elements: dict
