@@ -98,7 +98,7 @@ def build(module):
     params = module.params
     engine, workdir, dest = params["engine"], params["workdir"], params["dest"]
     lock = os.path.join(os.path.dirname(dest), ".build.lock")
-    with locks.hold(lock, "building " + engine["id"], params["timeout_s"]):
+    with locks.hold(lock, "building " + engine["id"], params["timeout_s"], remove=True):
         sidecar = described(dest, engine["digest"])
         if sidecar:
             return sidecar, "present"

@@ -29,21 +29,37 @@ def holder(path: str) -> str:
         return "a process that has not said who it is"
 
 
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether the open file is still the one at ``path``, and not one that its holder has removed meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 @contextlib.contextmanager
-def hold(path: str, purpose: str, wait: float = 0.0) -> Iterator[None]:
+def hold(path: str, purpose: str, wait: float = 0.0, remove: bool = False) -> Iterator[None]:
     """Hold the lock ``path`` while the block runs; it ends with the process, however that ends.
 
     :param purpose: what for, shown to those who wait.
     :param wait: seconds to wait for another holder.
+    :param remove: whether the file goes away with the lock, where it lies in a directory that is to be left empty.
     :raises RefusedError: ``locked``, with who holds it.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = _open(path)
     try:
         deadline = time.monotonic() + wait
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                if _is_at(descriptor, path):
+                    break
+                os.close(descriptor)
+                descriptor = _open(path)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise RefusedError(
@@ -52,6 +68,10 @@ def hold(path: str, purpose: str, wait: float = 0.0) -> Iterator[None]:
                 time.sleep(0.2)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _who(purpose), 0)
-        yield
+        try:
+            yield
+        finally:
+            if remove:
+                os.unlink(path)
     finally:
         os.close(descriptor)
