@@ -148,12 +148,13 @@ def constant_load() -> Result:
         expect(played.state(box) == "changed", played, f"{box} is not shown as changed")
         expect(pid(box) != before[box], played, f"{box} was not restarted")
         expect(fleet.argument(box, "--max-model-len") == length, played, f"{box} runs something else")
-        (out, drain), start = watch.out(f"{box}:main"), fleet.started_s(box)
-        ours = out - drain - start
-        note = (
-            f"drain {drain:.1f}, engine start and proof {start:.1f}, ours {ours:.1f} (in the table {played.out_s(box)})"
+        (out, drain), (end, start) = watch.out(f"{box}:main"), fleet.engine_s(box)
+        ours = out - drain - end - start
+        print(
+            f"  {box} out of rotation {out:.1f} s: drain {drain:.1f}, end of the old engine {end:.1f}, start and "
+            f"proof of the new one {start:.1f}, ours {ours:.1f} (in the table {played.out_s(box)})",
+            flush=True,
         )
-        print(f"  {box} out of rotation {out:.1f} s: {note}", flush=True)
         expect(0 <= ours <= OURS_S, None, f"{box}: {ours:.1f} s of our own, {OURS_S} are allowed")
     none_failed(load.report)
     return Result(load.report)

@@ -118,11 +118,11 @@ class Watch:
         return max(int(count) for at, count in counted if at >= first)
 
 
-def started_s(box: str) -> float:
-    """Return how long the box's lane took from the start of its unit until it had proven itself, in seconds."""
-    names = ("InactiveExitTimestampMonotonic", "ActiveEnterTimestampMonotonic")
-    began, ready = (int(ssh(box, f"systemctl show vllm@main -p {name} --value")) for name in names)
-    return (ready - began) / 1e6
+def engine_s(box: str) -> tuple[float, float]:
+    """Return how long the engine of before took to end, and the new one from its start to its proof, in seconds."""
+    names = ("ActiveExitTimestampMonotonic", "InactiveExitTimestampMonotonic", "ActiveEnterTimestampMonotonic")
+    ends, began, ready = (int(ssh(box, f"systemctl show vllm@main -p {name} --value")) for name in names)
+    return (began - ends) / 1e6, (ready - began) / 1e6
 
 
 def pid(box: str) -> int:

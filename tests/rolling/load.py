@@ -11,7 +11,7 @@ import httpx
 
 #: clients at the same time, and the pause of each between two requests: enough to have requests in flight at every
 #: moment, few enough to leave a small machine room to start engines
-CLIENTS, PAUSE_S = 3, 0.25
+CLIENTS, PAUSE_S = 3, 0.5
 TIMEOUT_S = 180.0
 
 
@@ -65,7 +65,7 @@ class Load:
 
     def _body(self, turn: int) -> dict[str, object]:
         # Long and short ones, so that a drain meets requests of every age.
-        return {"model": self._model, "max_tokens": 8 + 64 * (turn % 3), "temperature": 0, "ignore_eos": True}
+        return {"model": self._model, "max_tokens": 8 + 32 * (turn % 3), "temperature": 0, "ignore_eos": True}
 
     def _whole(self, turn: int) -> str:
         """Ask for a completion in one piece; return what is wrong with the answer."""
