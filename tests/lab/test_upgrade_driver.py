@@ -54,6 +54,15 @@ def test_boxes_go_one_after_the_other_and_answer_again(box1: Box, box2: Box) -> 
     assert len(order) == 2, "the second box begins when the first is done"
 
 
+def test_a_driver_that_cannot_be_had_is_refused_while_the_lanes_serve(box1: Box, box2: Box) -> None:
+    before = [(box.pid(), record(box)) for box in (box1, box2)]
+    played = upgrade(nvidia_driver_source="distribution", nvidia_driver_version="1.2.3", reboot_allowed=True)
+    assert played.status != 0
+    assert "Ask whether the box can have the driver" in played.text
+    assert "Leave rotation" not in played.text
+    assert [(box.pid(), record(box)) for box in (box1, box2)] == before
+
+
 def test_a_held_card_stops_the_rollout_and_the_lane_comes_back(box1: Box, box2: Box) -> None:
     """What holds the card is named; the box serves again, and the next one has not been touched."""
     untouched = box2.pid(), record(box2)

@@ -165,12 +165,12 @@ class Played:
 
     def state(self, box: str) -> str:
         """Return the box's state in the report's table."""
-        found = re.search(rf"^\s*- {box}\s+(\w+)\s", self.text, re.MULTILINE)
+        found = re.search(rf"^{box} {{2,}}(\w+) ", self.text, re.MULTILINE)
         return found[1] if found else "not in the table"
 
     def out_s(self, box: str) -> str:
         """Return the box's time out of rotation in the table."""
-        found = re.search(rf"^\s*- {box}\s+\w+\s+([\d.]+ s)", self.text, re.MULTILINE)
+        found = re.search(rf"^{box} {{2,}}\w+ +([\d.]+ s)", self.text, re.MULTILINE)
         return found[1] if found else "-"
 
 
