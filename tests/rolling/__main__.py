@@ -309,6 +309,7 @@ def run(name: str) -> bool:
         for load in _loads[-1:]:
             print(f"  {load.report.requests} requests, {len(load.report.failures)} failed: {load.report.failures[:5]}")
         print(f"  FAILED after {time.monotonic() - began:.0f} s: {error}", flush=True)
+        reconfigure()  # what it left half done is not the next one's matter
         return False
     for failure in result.failures:
         print(f"  lost: {failure}")
