@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import kill_tree
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = ROOT / ".venv" / "bin"
 STATE = ROOT / "lab" / ".state"
@@ -104,7 +106,7 @@ def play(*args: str, kill_after: str = "") -> Played:
     for line in process.stdout or ():
         seen.append(line)
         if kill_after in line:
-            os.killpg(process.pid, 9)
+            kill_tree(process.pid)
             break
     process.wait(30)
     return Played(subprocess.CompletedProcess(argv, process.returncode, "".join(seen), ""))

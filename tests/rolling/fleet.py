@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import tempfile
 import threading
@@ -14,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / "lab" / ".state"
@@ -215,7 +216,7 @@ def play(
                 process.wait(30)
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                kill_tree(process.pid)
                 process.wait(30)
     return Played(process.returncode, "".join(seen))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from lab import boxes, nvml, vm
 from lab.settings import NVML_SIM
+from tests.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = ROOT / ".venv" / "bin"
@@ -140,7 +140,7 @@ def play(machine: Machine, tmp_path: Path) -> Any:
         for line in process.stdout or ():
             seen.append(line)
             if kill_after and re.search(kill_after, line):
-                os.killpg(process.pid, signal.SIGKILL)
+                kill_tree(process.pid)
                 break
         process.wait(60)
         return Played(process.returncode, "".join(seen))

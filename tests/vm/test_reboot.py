@@ -11,6 +11,9 @@ from conftest import WAITING
 
 from lab import vm
 
+# An emulated processor takes minutes for an initramfs or a reboot, and a busy machine twice as long.
+pytestmark = pytest.mark.timeout(1500)
+
 UPDATES = "/lib/modules/$(uname -r)/updates/nvidia.ko"
 DUE = {"reboot_required": True, "reboot_reasons": ["loaded_differs"], "reboot_module": "nvidia"}
 

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import WAITING
 
+# An emulated processor takes minutes for an initramfs or a reboot, and a busy machine twice as long.
+pytestmark = pytest.mark.timeout(1500)
+
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "molecule" / "corex_driver" / "corex-driver-linux64-4.3.8-x86_64.run"
 #: what udev asks modprobe for when a GeForce RTX 3090 is there; -b makes it heed the blacklist, as udev does
