@@ -11,8 +11,8 @@ from pathlib import Path
 def kill_tree(pid: int) -> None:
     """SIGKILL a process of ours and all that descend from it.
 
-    The workers of ansible-playbook have sessions of their own, so the process group is not all of a play: what it leaves
-    would go on with the task at hand, as if the controller were still there.
+    The workers of ansible-playbook have sessions of their own, so the process group is not all of a play: what it
+    leaves would go on with the task at hand, as if the controller were still there.
     """
     os.kill(pid, signal.SIGSTOP)
     children = defaultdict(list)
