@@ -18,7 +18,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent / "module_utils")
 if _PACKAGE not in sys.path:
     sys.path.insert(0, _PACKAGE)
 
-from vllm_fleet import files, locks, source_files  # noqa: E402
+from vllm_fleet import engine_signature, files, locks, source_files  # noqa: E402
 from vllm_fleet.errors import FleetError  # noqa: E402
 
 POLL_S = 5
@@ -46,6 +46,8 @@ class ActionModule(ActionBase):
                     about = {"path": str(keep), "bytes": sidecar["bytes"], "sha256": sidecar["sha256"]}
                     kept = {"changed": False, "reason": "present", "archive": about, "manifest": sidecar["manifest"]}
                     return {**result, **kept}
+                if self._signing_key():
+                    engine_signature.sign(b"", self._signing_key())  # a key that cannot sign costs no build
                 done = self._build(time.monotonic() + limit, limit, task_vars)
                 if not done.get("failed"):
                     self._keep(done, keep)
@@ -104,11 +106,15 @@ class ActionModule(ActionBase):
     def _keep(self, done: dict[str, Any], keep: Path) -> None:
         """Fetch the archive, compare it with what the builder says, and let it appear with its description.
 
-        As the login user: with become the whole archive would travel as base64 through memory.
+        As the login user: with become the whole archive would travel as base64 through memory. What an interrupted run
+        has fetched of the same bytes is kept and continued.
 
-        :raises FleetError: ``archive_gone`` or ``archive_damaged``.
+        :raises FleetError: ``archive_gone``, ``archive_damaged`` or ``signing_failed``.
         """
-        part = Path(f"{keep}.part")
+        part = Path(f"{keep}.{done['archive']['sha256'][:16]}.part")
+        if self._connection.transport == "ssh":
+            more = self._connection.get_option("sftp_extra_args") or ""
+            self._connection.set_option("sftp_extra_args", f"{more} -a".strip())
         try:
             self._connection.fetch_file(done["archive"]["path"], str(part))
         except AnsibleError as error:
@@ -116,5 +122,16 @@ class ActionModule(ActionBase):
             raise FleetError("archive_gone", text, "run again: another play may have installed it just now") from None
         source_files.verified(str(part), done["archive"]["sha256"], "archive_damaged", own=True)
         about = {"sha256": done["archive"]["sha256"], "bytes": done["archive"]["bytes"], "manifest": done["manifest"]}
+        data = (json.dumps(about, indent=1) + "\n").encode()
+        Path(f"{keep}.json.sig").unlink(missing_ok=True)
+        if self._signing_key():
+            files.write_atomic(f"{keep}.json.sig", engine_signature.sign(data, self._signing_key()), 0o644)
         part.replace(keep)
-        files.write_atomic(f"{keep}.json", (json.dumps(about, indent=1) + "\n").encode(), 0o644)
+        for other in keep.parent.glob(f"{keep.name}.*.part"):
+            other.unlink()
+        # last: the archive counts as kept when its description is there
+        files.write_atomic(f"{keep}.json", data, 0o644)
+
+    def _signing_key(self) -> str:
+        key = self._task.args.get("signing_key")
+        return str(Path(key).expanduser()) if key else ""

@@ -33,6 +33,12 @@ options:
     description: Where the controller keeps the archive; compared with the builder's after its way.
     type: path
     required: true
+  signing_key:
+    description:
+      - File on the controller of the key that signs the kept archive's description, C(KEEP.json.sig); empty for none.
+        It is tried before the build begins.
+    type: path
+    default: ""
   timeout_s:
     description: Seconds that the build may take, the wait for another build on this machine included.
     type: int
@@ -121,6 +127,7 @@ def main():
             "workdir": {"type": "path", "required": True},
             "dest": {"type": "path", "required": True},
             "keep": {"type": "path", "required": True},
+            "signing_key": {"type": "path", "default": ""},
             "timeout_s": {"type": "int", "default": 3600},
         },
         supports_check_mode=True,

@@ -10,8 +10,9 @@ module: engine_bundle
 short_description: Bundle engines, this project and its tools for a site without internet
 description:
   - Fills a directory that has the layout of the controller's cache, so that the playbooks run from it when
-    C(engine_cache) names it. An engine that was built is taken as its archive, any other as the parts that it is built
-    from. C(SHA256SUMS) covers every file; C(sha256sum -c --strict SHA256SUMS) verifies the directory.
+    C(engine_cache) names it. An engine that was built is taken as its archive, with its signature if it has one; any
+    other as the parts that it is built from. C(SHA256SUMS) covers every file; C(sha256sum -c --strict SHA256SUMS)
+    verifies the directory.
   - A file that is there already is not copied again. Files of an earlier bundle are not removed.
 version_added: "0.1.0"
 options:
@@ -104,7 +105,7 @@ def wanted_files(cache, entries):
         name = "{}-{}.tar".format(entry["id"], entry["digest"])
         archive = [f"engines/{name}.zst", f"engines/{name}.zst.json"]
         parts = [f"wheelhouse/{name}"] + ([f"sources/{name}"] if entry["route"] == "git" else [])
-        for choice in (archive, parts):
+        for choice in ([*archive, f"engines/{name}.zst.json.sig"], archive, parts):
             if all(os.path.isfile(os.path.join(cache, path)) for path in choice):
                 found += choice
                 break

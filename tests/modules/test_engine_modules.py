@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ansible.errors import AnsibleError
 from test_install_modules import DRY, ROOT, play, start
+from vllm_fleet import engine_signature
+from vllm_fleet.errors import FleetError
 
 from tests.unit.test_engine_steps import Bench, sha
 
@@ -98,6 +103,9 @@ def test_engine_bundle(tmp_path, bundle):
     (Path(bundle["project"]) / "site.yml").write_text("- hosts: none\n")
     (newer,) = play(tmp_path, {"engine_bundle": bundle})
     assert newer["added"] == ["program/vllm-fleet.tar.gz"]
+    (Path(bundle["cache"]) / "engines/a-d1.tar.zst.json.sig").write_text("signature")
+    (signed,) = play(tmp_path, {"engine_bundle": bundle})
+    assert signed["added"] == ["engines/a-d1.tar.zst.json.sig"]
     subprocess.run(["sha256sum", "-c", "--strict", "--quiet", "SHA256SUMS"], cwd=dest, check=True)
     with tarfile.open(dest / "program/vllm-fleet.tar.gz") as archive:
         assert archive.getnames() == ["vllm-fleet/site.yml"]
@@ -138,6 +146,7 @@ def test_two_plays_at_once_build_once_and_keep_one_archive(tmp_path, monkeypatch
         "dest": str(bench.dest),
         "keep": str(keep),
         "timeout_s": 120,
+        "signing_key": str(signer(tmp_path)),
     }
     processes = []
     for name in ("one", "two"):
@@ -152,5 +161,98 @@ def test_two_plays_at_once_build_once_and_keep_one_archive(tmp_path, monkeypatch
     assert "ansible_job_id" not in results[0]
     assert json.loads(Path(f"{keep}.json").read_text())["sha256"] == sha(keep) == results[0]["archive"]["sha256"]
     assert sorted(path.name for path in keep.parent.iterdir()) == [
-        f"tiny.tar.zst{end}" for end in ("", ".json", ".lock")
+        f"tiny.tar.zst{end}" for end in ("", ".json", ".json.sig", ".lock")
     ]
+    engine_signature.check_archive(str(keep), bench.entry, str(tmp_path / "allowed_signers"))
+
+
+def signer(tmp_path):
+    """Make a key, and the file that allows it; return the key."""
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    (tmp_path / "allowed_signers").write_text("fleet " + Path(f"{key}.pub").read_text())
+    return key
+
+
+def test_a_key_that_cannot_sign_costs_no_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("ANSIBLE_ACTION_PLUGINS", str(ROOT / "action_plugins"))
+    keep = tmp_path / "kept" / "x.tar.zst"
+    task = {"engine": ENTRY, "workdir": str(tmp_path / "work"), "dest": str(tmp_path / "x"), "keep": str(keep)}
+    (result,) = play(tmp_path, {"engine_build": {**task, "signing_key": str(tmp_path / "none")}})
+    assert (result["failed"], result["reason"]) == (True, "signing_failed"), result
+    assert str(tmp_path / "none") in result["msg"]
+    assert not (tmp_path / "work").exists()
+
+
+class Builder:
+    """A connection to a builder; ``fetch_file`` does what ``sftp`` does with these options, and is cut when told to."""
+
+    def __init__(self, transport):
+        self.transport, self.options, self.cut, self.sent = transport, {"sftp_extra_args": "-p"}, None, []
+
+    def get_option(self, name):
+        return self.options[name]
+
+    def set_option(self, name, value):
+        self.options[name] = value
+
+    def fetch_file(self, source, target):
+        resumes = "-a" in self.options["sftp_extra_args"].split() and Path(target).exists()
+        rest = Path(source).read_bytes()[Path(target).stat().st_size if resumes else 0 :][: self.cut]
+        self.sent.append(rest)
+        with open(target, "ab" if resumes else "wb") as out:
+            out.write(rest)
+        if self.cut:
+            self.cut = None
+            raise AnsibleError("connection reset")
+
+
+@pytest.fixture
+def keep(tmp_path):
+    """Return a function that keeps a builder's archive ``made``, signed with a key, as ``kept/x``."""
+    spec = importlib.util.spec_from_file_location("engine_build", ROOT / "action_plugins" / "engine_build.py")
+    action = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(action)
+    (tmp_path / "kept").mkdir()
+    made = tmp_path / "made"
+    made.write_bytes(b"archive")
+
+    def run(key, builder=None):
+        about = {"path": str(made), "sha256": sha(made), "bytes": made.stat().st_size}
+        done = {"archive": about, "manifest": {"id": "x", "digest": "d1"}}
+        task = SimpleNamespace(args={"signing_key": str(key)})
+        plugin = action.ActionModule(task, builder or Builder("local"), None, None, None)
+        plugin._keep(done, tmp_path / "kept" / "x")
+
+    return run
+
+
+def test_an_archive_is_kept_with_its_own_signature_or_none(tmp_path, keep):
+    """What counts as kept is one with a description, so that comes last, and never before the signature."""
+    kept, entry = tmp_path / "kept", {"id": "x", "digest": "d1"}
+    key = signer(tmp_path)
+    with pytest.raises(FleetError, match="none"):
+        keep(tmp_path / "none")
+    assert not (kept / "x.json").exists()
+    keep(key)
+    engine_signature.check_archive(str(kept / "x"), entry, str(tmp_path / "allowed_signers"))
+    (tmp_path / "made").write_bytes(b"another")
+    keep("")
+    assert sorted(path.name for path in kept.iterdir()) == ["x", "x.json"], "the signature of another archive is gone"
+
+
+def test_an_interrupted_fetch_goes_on_with_the_same_bytes_only(tmp_path, keep):
+    kept, builder = tmp_path / "kept", Builder("ssh")
+    builder.cut = 3
+    with pytest.raises(FleetError, match="connection reset"):
+        keep("", builder)
+    assert [path.read_bytes() for path in kept.iterdir()] == [b"arc"]
+    (tmp_path / "made").write_bytes(b"rebuilt")
+    builder.cut = 2
+    with pytest.raises(FleetError, match="connection reset"):
+        keep("", builder)
+    keep("", builder)
+    assert builder.sent == [b"arc", b"re", b"built"], "a part of other bytes is not continued"
+    assert (kept / "x").read_bytes() == b"rebuilt"
+    assert sorted(path.name for path in kept.iterdir()) == ["x", "x.json"]
+    assert "-p" in builder.options["sftp_extra_args"], "the site's own options stay"
