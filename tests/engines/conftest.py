@@ -20,6 +20,14 @@ from tests.lab.conftest import Box, Played, play
 OWN_CACHE = STATE / "engines-cache"
 
 
+def signing(folder: Path) -> dict[str, str]:
+    """Make a key that signs archives, and return the variables that make plays sign with it and ask for it."""
+    key, signers = folder / "signing", folder / "allowed_signers"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(key)], check=True)
+    signers.write_text(f"builder@example.org {key.with_suffix('.pub').read_text()}")
+    return {"engine_signing_key": str(key), "engine_allowed_signers": str(signers)}
+
+
 class Fleet:
     """Plays on the lab's two boxes with a lane of one engine, and a catalog and a cache of these tests' own."""
 
@@ -31,6 +39,7 @@ class Fleet:
             "engine_sources": [str(mirror.sources)],
             "engine_find_links": [str(folder / "links"), str(wheels.WHEELS)],
             "engine_cache": str(self.cache),
+            **signing(folder),
         }
 
     def arguments(self, engine: str, boxes: tuple[str, ...] = ("box1", "box2"), **changes: Any) -> list[str]:

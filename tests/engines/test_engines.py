@@ -120,9 +120,17 @@ def test_a_box_that_comes_later_gets_the_bytes_once_from_a_bundle(
     done = fleet.play("playbooks/bundle.yml", "-e", json.dumps(wanted))
     assert done.status == 0, done.text[-3000:]
     subprocess.run(["sha256sum", "-c", "--strict", "--quiet", "SHA256SUMS"], cwd=bundle, check=True)
+    (signature,) = (bundle / "engines").glob("*.sig")
+    signed = signature.read_text()
     boxes[1].run(f"rm -rf {ROOT_ON_BOX}")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     offline = {"engine_cache": str(bundle), "engine_sources": [], "engine_find_links": []}
+    signature.unlink()
+    unsigned = fleet.play("playbooks/engine.yml", "-e", json.dumps(offline))
+    assert unsigned.status != 0
+    assert "not_signed" in unsigned.text
+    assert boxes[1].run(f"ls -d {ROOT_ON_BOX} 2>/dev/null || true") == ""
+    signature.write_text(signed)
     done = fleet.play("playbooks/engine.yml", "-e", json.dumps(offline))
     assert done.status == 0, done.text[-3000:]
     assert "TASK [engine : Build the engine and keep" not in done.text

@@ -11,7 +11,7 @@ import httpx
 
 #: clients at the same time, and the pause of each between two requests: enough to have requests in flight at every
 #: moment, few enough to leave a small machine room to start engines
-CLIENTS, PAUSE_S = 3, 0.5
+CLIENTS, PAUSE_S = 2, 0.5
 TIMEOUT_S = 180.0
 
 
