@@ -138,6 +138,7 @@ def test_084_a_foreign_lock_is_waited_out(host):
         "import fcntl, time; files = [open(p, 'w') for p in ('/var/lib/dpkg/lock-frontend', '/var/lib/dpkg/lock')]; "
         "[fcntl.lockf(f, fcntl.LOCK_EX) for f in files]; open('/run/holding', 'w').close(); time.sleep(600)"
     )
+    host.check_output("rm -f /run/holding")
     host.check_output(f'systemd-run --quiet --collect --unit=hold-dpkg /usr/bin/python3 -c "{hold}"')
     try:
         while not host.file("/run/holding").exists:
