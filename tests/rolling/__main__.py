@@ -20,7 +20,7 @@ import pytest
 
 from . import fleet
 from .fleet import Played, pid, reconfigure, wait_in_rotation
-from .load import Load, Report
+from .load import CLIENTS, Load, Report
 
 
 class Result:
@@ -37,9 +37,9 @@ class Result:
 _loads: list[Load] = []
 
 
-def loaded() -> Load:
+def loaded(clients: int = CLIENTS) -> Load:
     """Return clients of the balancer, to be used as a context manager."""
-    _loads.append(Load(fleet.edge_url(), fleet.edge_key()))
+    _loads.append(Load(fleet.edge_url(), fleet.edge_key(), clients=clients))
     return _loads[-1]
 
 
@@ -246,7 +246,8 @@ def engine_killed() -> Result:
     kill = f"""
         date +%s.%N; systemctl kill --signal=SIGKILL vllm@main
         while kill -0 {before} 2>/dev/null; do sleep 0.01; done; date +%s.%N"""
-    with loaded() as load:
+    # More of them than elsewhere, so that the engine has work whenever the signal reaches it.
+    with loaded(clients=8) as load:
         with fleet.Watch(0.01) as watch:
             while load.report.requests < 10 or watch.samples[-1][1]["box2:main"]["in_flight"] == 0:
                 time.sleep(0.02)
@@ -258,6 +259,7 @@ def engine_killed() -> Result:
         wait_in_rotation("box2", deadline_s=300)
         time.sleep(5)
     expect(pid("box2") != before, None, "the engine was not restarted")
+    expect(most > 0, None, "nothing was in flight there, which proves nothing")
     expect(len(load.report.failures) <= most, None, f"{load.report.failures}: more than the {most} in flight there")
     expect(
         len(load.report.failures) == lost, None, f"requests failed after the first ten seconds: {load.report.failures}"

@@ -27,12 +27,12 @@ class Report:
 class Load:
     """Clients that ask until they are stopped; use as a context manager, then read :attr:`report`."""
 
-    def __init__(self, url: str, key: str, model: str = "tiny") -> None:
+    def __init__(self, url: str, key: str, model: str = "tiny", clients: int = CLIENTS) -> None:
         self._client = httpx.Client(
             base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S, trust_env=False
         )
         self._model, self._stop, self._lock = model, threading.Event(), threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(clients)]
         self.report = Report()
 
     def __enter__(self) -> Load:
