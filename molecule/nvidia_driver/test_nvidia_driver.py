@@ -82,12 +82,11 @@ LOOSE = "nvidia-modprobe"
 
 def test_037_unattended_upgrades_leaves_the_driver_alone(host):
     """Held or not: a package that was put back is a candidate, and the fence alone keeps the updater off it."""
-    newest = version_of(host, LOOSE)
-    older = host.check_output(f"apt-cache madison {LOOSE} | awk '{{print $3}}' | grep -vxF {newest} | head -1")
-    assert older, "Debian has one version only; the test needs an older one"
+    versions = host.check_output(f"apt-cache madison {LOOSE} | awk '{{print $3}}' | sort -uV").split()
+    assert len(versions) > 1, "Debian has one version only; the test needs an older one"
     host.check_output(
         f"DEBIAN_FRONTEND=noninteractive apt-get -q -y --allow-downgrades --allow-change-held-packages "
-        f"--no-install-recommends install {LOOSE}={older}"
+        f"--no-install-recommends install {LOOSE}={versions[0]}"
     )
     host.check_output(f"apt-mark unhold {LOOSE}")
     assert LOOSE not in unattended(host)
