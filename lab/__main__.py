@@ -25,6 +25,8 @@ def _up(args: argparse.Namespace) -> int:
     try:
         converge.play()
         converge.play(converge.BALANCER)
+        if any(map(boxes.amid_rollout, LAB_LANES)):
+            converge.play(converge.RESUME)
     finally:
         boxes.harvest_packages()
     return _status(args)

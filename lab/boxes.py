@@ -165,6 +165,12 @@ def ssh(name: str, command: str, *, check: bool = True, timeout: float = 30) -> 
     ).stdout
 
 
+def amid_rollout(name: str) -> bool:
+    """Return whether a rollout was begun on the box and not ended; it may have left the box out of rotation."""
+    record = json.loads(ssh(name, "cat /var/lib/vllm-fleet/rollout.json 2>/dev/null || echo null"))
+    return record is not None and record.get("phase") not in ("done", "rolled_back")
+
+
 def answers(box: Box) -> bool:
     """Tell whether the box's systemd has booted and it can be reached over SSH with sudo."""
     try:

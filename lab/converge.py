@@ -14,6 +14,8 @@ from .shell import LabError, say
 #: what makes the boxes serve, and what makes the balancer in front of them
 SITE = ("site.yml", "-l", "gpu-boxes")
 BALANCER = ("playbooks/balancer.yml",)
+#: what takes boxes back into rotation that a killed rollout has left outside
+RESUME = ("playbooks/reconfigure.yml", "-e", "rollout_accept_downtime=true")
 
 
 def play(playbook: tuple[str, ...] = SITE, env: dict[str, str] | None = None) -> float:
