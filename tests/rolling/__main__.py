@@ -239,6 +239,22 @@ def controller_killed() -> Result:
     return Result(load.report)
 
 
+def interrupted_first() -> Result:
+    """A box that a killed rollout has left outside comes back before another one leaves."""
+    lanes = {"args": {"--max-model-len": 456}}
+    with loaded() as load:
+        killed = reconfigure("-l", "box2", lanes=lanes, kill_at="[rollout : Wait until every lane has answered]")
+        expect(killed.status == -9, killed, "the play was over before it was killed")
+        played = reconfigure(lanes=lanes)
+        expect(played.status == 0, played, "the rerun failed")
+        expect([played.state(box) for box in fleet.BOXES] == ["changed"] * 2, played, "a box is not shown as changed")
+        began = [played.text.index(f"{box}: main, ") for box in fleet.BOXES]
+        expect(began[1] < began[0], played, "box1 left while box2 was outside")
+        wait_in_rotation(*fleet.BOXES, deadline_s=30)
+    none_failed(load.report)
+    return Result(load.report)
+
+
 def engine_killed() -> Result:
     """SIGKILL of a whole engine under load: only what was in flight there is lost, and it comes back by itself."""
     before = pid("box2")
@@ -289,7 +305,7 @@ SCENARIOS: dict[str, Callable[[], Result]] = {
     function.__name__: function
     for function in (
         edge_refusals, unreachable_box, refused_by_parser, nobody_stands_in, constant_load, nothing_to_do, answers_500,
-        never_healthy, wrong_answer, controller_killed, engine_killed, rollback_by_hand,
+        never_healthy, wrong_answer, controller_killed, interrupted_first, engine_killed, rollback_by_hand,
     )
 }  # fmt: skip
 
